@@ -1,0 +1,71 @@
+"""Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundred bytes to 5 KB.
+
+    adapter = nestling.attach(model, nestling.LatentConfig(seed=7))     # in anyone's training loop
+    result = nestling.run(nestling.load_config("flite-digits"))         # a whole federation on this machine
+
+Names are loaded when they are used, so that `nestling --help` does not wait for torch.
+"""
+
+import os as _os
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+# Before torch: its OpenMP threads otherwise spin while they wait, which makes training many times slower as soon as
+# two clients (or any other program) share the cores.
+_os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+_os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+if TYPE_CHECKING:
+    from nestling.adapters.base import Adapter, attach
+    from nestling.adapters.store import from_pretrained
+    from nestling.api import run
+    from nestling.build import Plan, plan
+    from nestling.config.load import load_config
+    from nestling.config.schema import FullConfig, LatentConfig, RunConfig
+    from nestling.core.errors import NestlingError
+    from nestling.core.types import Progress
+    from nestling.runs.recorder import Result
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adapter": "nestling.adapters.base",
+    "FullConfig": "nestling.config.schema",
+    "LatentConfig": "nestling.config.schema",
+    "NestlingError": "nestling.core.errors",
+    "Plan": "nestling.build",
+    "Progress": "nestling.core.types",
+    "Result": "nestling.runs.recorder",
+    "RunConfig": "nestling.config.schema",
+    "attach": "nestling.adapters.base",
+    "from_pretrained": "nestling.adapters.store",
+    "load_config": "nestling.config.load",
+    "plan": "nestling.build",
+    "run": "nestling.api",
+}
+
+__all__ = [
+    "Adapter",
+    "FullConfig",
+    "LatentConfig",
+    "NestlingError",
+    "Plan",
+    "Progress",
+    "Result",
+    "RunConfig",
+    "attach",
+    "from_pretrained",
+    "load_config",
+    "plan",
+    "run",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nestling' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,101 @@
+"""What every adapter offers, and `attach`, which puts one onto a model.
+
+An adapter is what is trained, seen as one flat float32 vector: state in, state out. Nothing else of a model ever enters
+a message.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig
+from nestling.core.vectors import Layout, Vector
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """The seam between a model and the federation.
+
+    `averages_exactly` says that averaging vectors is averaging the models they stand for.
+    """
+
+    layout: Layout
+    averages_exactly: bool
+    base_hash: str
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Everything two sides must agree on to understand each other's vectors; JSON values only."""
+        ...
+
+    def vector(self) -> Vector:
+        """The trained state, a copy: float32[layout.size]."""
+        ...
+
+    def load_vector(self, vector: np.ndarray | Tensor) -> None:
+        """Set the trained state. `ContextError` if the length differs, `WireError` if a number is not finite."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapted tensors by parameter name, as the model uses them; gradients flow to `trainable()`."""
+        ...
+
+    def trainable(self) -> list[nn.Parameter]:
+        """What to hand to an optimiser."""
+        ...
+
+    def detach(self) -> None:
+        """Take the adapter off: the model is the base again, bit for bit."""
+        ...
+
+
+def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = None) -> "Adapter":
+    """Put an adapter onto `model`, in place; train `adapter.trainable()` in any loop of your own.
+
+    Args:
+        model: any module; all its other parameters are frozen until `detach()`.
+        config: `LatentConfig` (FLITE) or `FullConfig`.
+        base_hash: of the model, if known already (it is computed otherwise).
+
+    Raises:
+        ConfigError: a pattern matches nothing, the model carries an adapter already, or a weight cannot be adapted.
+
+    >>> import nestling, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> adapter = nestling.attach(model, nestling.LatentConfig(seed=7, dim=4))
+    >>> adapter.vector().shape
+    (8,)
+    """
+    from nestling.adapters.full import FullAdapter
+    from nestling.adapters.latent import LatentAdapter
+
+    if isinstance(config, LatentConfig):
+        return LatentAdapter(model, config, base_hash=base_hash)
+    assert isinstance(config, FullConfig)
+    return FullAdapter(model, config, base_hash=base_hash)
+
+
+@torch.no_grad()
+def averaging_error(adapter: Adapter, states: Sequence[Vector], weights: Sequence[int]) -> float:
+    """max |Σ p_k θ(z_k) − θ(Σ p_k z_k)| / max |θ|, p_k = weight_k / Σ weights: 0 to rounding if averages are exact.
+
+    The adapter's own state is put back afterwards.
+    """
+    own, total = adapter.vector(), float(sum(weights))
+    averaged: dict[str, Tensor] = {}
+    for state, weight in zip(states, weights, strict=True):
+        adapter.load_vector(state)
+        for name, tensor in adapter.weights().items():
+            share = tensor.double() * (weight / total)
+            averaged[name] = averaged[name].add_(share) if name in averaged else share
+    mean = sum(state.astype(np.float64) * (weight / total) for state, weight in zip(states, weights, strict=True))
+    adapter.load_vector(np.asarray(mean, np.float32))
+    error = largest = 0.0
+    for name, tensor in adapter.weights().items():
+        error = max(error, float((averaged[name] - tensor.double()).abs().max()))
+        largest = max(largest, float(tensor.abs().max()))
+    adapter.load_vector(own)
+    return error / largest

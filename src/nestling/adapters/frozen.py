@@ -1,0 +1,107 @@
+"""What stays still while an adapter is on: the rest of the model, its running statistics included.
+
+An adapter stands for a change of a *frozen* base. Layers that keep running statistics (BatchNorm) would change the base
+in every training pass, and no message carries that; so they work as in `eval()` until the adapter comes off.
+"""
+
+from collections.abc import Iterable
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from nestling.core.errors import ConfigError
+
+_TRAINED: WeakSet[nn.Module] = WeakSet()
+"""Modules whose own parameters are trained (`FullConfig`); a copy of one is an ordinary module again."""
+
+
+class AdapterHook:
+    """Base of the hooks by which a module is known to carry an adapter."""
+
+
+class Frozen:
+    """The state of a model from `attach` to `detach`. Raises `ConfigError` if the model carries an adapter already.
+
+    >>> model = nn.Linear(2, 2)
+    >>> frozen = Frozen(model)
+    >>> model.weight.requires_grad
+    False
+    >>> frozen.release()
+    >>> model.weight.requires_grad
+    True
+    """
+
+    def __init__(self, model: nn.Module, *, trained: Iterable[str] = ()) -> None:
+        self.model = model
+        self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._buffers = {name: buffer.detach().clone() for name, buffer in _kept_buffers(model)}
+        chosen = set(trained)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        self._owners = [model.get_submodule(name.rpartition(".")[0]) for name in chosen]
+        _TRAINED.update(self._owners)
+        statistics = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._handles = [handle for m in statistics for handle in _keep_in_eval(m)]
+
+    def changed_buffer(self) -> str:
+        """Name of a buffer that is no longer as it was, or an empty text."""
+        for name, buffer in _kept_buffers(self.model):
+            if name in self._buffers and not torch.equal(buffer, self._buffers[name].to(buffer)):
+                return name
+        return ""
+
+    def release(self) -> None:
+        """Each parameter is as trainable as it was before, each buffer holds what it held."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self._was_trainable.get(name, parameter.requires_grad))
+        with torch.no_grad():
+            for name, buffer in _kept_buffers(self.model):
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+        for handle in self._handles:
+            handle.remove()
+        _TRAINED.difference_update(self._owners)
+
+
+def refuse_second_adapter(model: nn.Module) -> None:
+    """Raise `ConfigError` if a part of the model carries an adapter."""
+    for name, module in model.named_modules():
+        hooks = module._forward_pre_hooks.values()
+        if module in _TRAINED or any(isinstance(hook, AdapterHook) for hook in hooks):
+            raise ConfigError(
+                "carries an adapter already", where=name or "model", remedy="Call detach() on that adapter first."
+            )
+
+
+def _kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that belong to the base, which are those in its `state_dict()`."""
+    kept = model.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+class _Eval:
+    """Before a forward pass: no statistics are taken; `was` is put back by `_Train`."""
+
+    def __init__(self) -> None:
+        self.was = False
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self.was, module.training = module.training, False
+
+
+class _Train:
+    """After it."""
+
+    def __init__(self, before: _Eval) -> None:
+        self.before = before
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        module.training = self.before.was
+
+
+def _keep_in_eval(module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    before = _Eval()
+    after = module.register_forward_hook(_Train(before), always_call=True)
+    return [module.register_forward_pre_hook(before), after]

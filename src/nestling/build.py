@@ -1,0 +1,209 @@
+"""From settings to objects: the only file that knows every class."""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nestling.adapters.base import attach
+from nestling.adapters.latent import latent_layout
+from nestling.adapters.targets import find_norms, find_weights, select
+from nestling.codec.quantise import Limits, body_size
+from nestling.config.schema import LatentConfig, RunConfig
+from nestling.core.errors import ConfigError
+from nestling.core.types import Engine
+from nestling.core.vectors import Layout, Vector
+from nestling.engines.inprocess import InProcessEngine
+from nestling.federation.agreement import Agreement
+from nestling.federation.client import Worker
+from nestling.federation.server import Server
+from nestling.models.backbones import base_hash
+from nestling.models.pretrain import make_base
+from nestling.models.resnet import make_resnet, orthonormal_rows
+from nestling.tasks.data import SHAPES, load_images
+from nestling.tasks.images import ImageTask, Score, make_task
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects of one run. Every worker shares the frozen tensors of `base`."""
+
+    base: nn.Module
+    base_hash: str
+    task: ImageTask
+    workers: list[Worker]
+    engine: Engine
+    server: Server
+    agreement: Agreement
+
+    def evaluate(self, worker: Worker, state: Vector) -> float:
+        """Accuracy of a state on the held-out items."""
+        return self.score(worker, state).accuracy
+
+    def score(self, worker: Worker, state: Vector) -> Score:
+        """Right answers of a state on the held-out items."""
+        worker.adapter.load_vector(state)
+        return self.task.evaluate(worker.model)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The settings with what was left open filled in: the adapter's seed, the number of workers."""
+    adapter = config.adapter
+    if isinstance(adapter, LatentConfig) and adapter.seed is None:
+        adapter = dataclasses.replace(adapter, seed=config.seed)
+    workers = config.machine.workers or (1 if config.machine.device != "cpu" else os.cpu_count() or 1)
+    workers = min(workers, config.server.clients_per_round or config.task.clients)
+    machine = dataclasses.replace(config.machine, workers=workers)
+    return dataclasses.replace(config, adapter=adapter, machine=machine)
+
+
+def build(config: RunConfig) -> Parts:
+    """Load the data, make the base, put an adapter onto one copy of the model per worker.
+
+    Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other.
+    """
+    config = resolve(config)
+    check_device(config.machine.device)
+    channels, _, classes = SHAPES[config.task.data]
+    _check_base_data(config)
+    task = make_task(config.task, seed=config.seed, device=config.machine.device)
+    base = make_base(config.base, channels=channels, classes=classes, data=lambda: _pretraining_data(config))
+    base.to(config.machine.device)
+    hashed = base_hash(base)
+    models = [_worker_copy(base, share=isinstance(config.adapter, LatentConfig)) for _ in range(config.machine.workers)]
+    adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
+    weigh_all = config.server.weighting == "examples"
+    agreement = Agreement(
+        layout=adapters[0].layout,
+        codec=config.codec,
+        limits=Limits(max_examples=max(1, len(task)), max_abs=config.server.max_abs),
+        spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)},
+    )
+    workers = [
+        Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds)
+        for model, adapter in zip(models, adapters, strict=True)
+    ]
+    server = Server(
+        adapters[0].vector(), agreement, config.server, total_weight=len(task) if weigh_all else config.task.clients
+    )
+    return Parts(base, hashed, task, workers, InProcessEngine([w.handle for w in workers]), server, agreement)
+
+
+def run_id(config: RunConfig) -> str:
+    """Names the run in every message: a digest of all that decides its result, so one seed gives one set of bytes."""
+    decides = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("machine", "name")}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def check_device(device: str) -> None:
+    """Raise `ConfigError` unless torch can use the device here."""
+    try:
+        if torch.zeros(1, device=device).device.type not in ("cpu", "cuda"):
+            raise RuntimeError("neither a CPU nor a CUDA device")
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{device!r} cannot be used ({reason})", where="machine.device", remedy="Give cpu."
+        ) from error
+
+
+def _check_base_data(config: RunConfig) -> None:
+    source = config.base.pretrain_on
+    if config.base.weights or source == "none":
+        return
+    if SHAPES[source][0] != SHAPES[config.task.data][0]:
+        raise ConfigError(
+            f"{source} has {SHAPES[source][0]} colour channels, {config.task.data} has {SHAPES[config.task.data][0]}",
+            where="base.pretrain_on",
+            remedy="Choose a set with the same, or give base.weights.",
+        )
+
+
+def _pretraining_data(config: RunConfig) -> tuple:
+    source = config.base.pretrain_on
+    same_place = config.task.path if source == config.task.data else ""
+    images, _ = load_images(source, same_place)
+    return images.x, images.y
+
+
+def _worker_copy(model: nn.Module, *, share: bool) -> nn.Module:
+    """A copy with its own modules; with `share` the tensors are the original's, which nobody changes."""
+    tensors = [*model.parameters(), *model.buffers()] if share else []
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will train and send, known before any data is read. Bytes are per client and round unless total."""
+
+    method: str
+    codec_up: str
+    codec_down: str
+    trainable_parameters: int
+    adapted_parameters: int
+    model_parameters: int
+    payload_bytes_up: int
+    payload_bytes_down: int
+    wire_bytes_up: int
+    wire_bytes_down: int
+    full_payload_bytes: int
+    payload_factor: int | float
+    total_wire_bytes: int
+    rounds: int
+    clients_per_round: int
+    layout: list[tuple[str, list[int]]]
+
+
+def plan(config: RunConfig) -> Plan:
+    """Count what would be trained and sent, without data, weights or training.
+
+    `full_payload_bytes` is what sending the adapted tensors themselves as float32 would take, `payload_factor` how many
+    times more that is than the payload.
+
+    >>> import nestling
+    >>> nestling.plan(nestling.load_config("flite-cifar100-resnet18")).payload_bytes_up
+    5120
+    """
+    from nestling.codec.message import HEADER_SIZE
+
+    channels, _, classes = SHAPES[config.task.data]
+    with torch.device("meta"):
+        model = make_resnet(config.base.model, width=config.base.width, channels=channels, classes=classes, seed=0)
+    orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    adapter = config.adapter
+    if isinstance(adapter, LatentConfig):
+        mapped = find_weights(model, adapter.targets, adapter.exclude)
+        norms = find_norms(model) if adapter.train_norms else []
+        layout = latent_layout(mapped, norms, adapter)
+        adapted = sum(t.base.numel() for t in mapped + norms)
+    else:
+        names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
+        layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
+        adapted = layout.size
+    up, down = body_size(config.codec.up, layout), body_size(config.codec.down, layout)
+    asked = config.server.clients_per_round or config.task.clients
+    factor = 4 * adapted / up
+    return Plan(
+        method=config.method,
+        codec_up=config.codec.up,
+        codec_down=config.codec.down,
+        trainable_parameters=layout.size,
+        adapted_parameters=adapted,
+        model_parameters=sum(sizes.values()),
+        payload_bytes_up=up,
+        payload_bytes_down=down,
+        wire_bytes_up=up + HEADER_SIZE,
+        wire_bytes_down=down + HEADER_SIZE,
+        full_payload_bytes=4 * adapted,
+        payload_factor=round(factor) if factor >= 10 else round(factor, 2),
+        total_wire_bytes=config.rounds * asked * (up + down + 2 * HEADER_SIZE),
+        rounds=config.rounds,
+        clients_per_round=asked,
+        layout=[(name, list(shape)) for name, shape in layout],
+    )

@@ -1,0 +1,134 @@
+"""The command `nestling`: one function per verb, and one place where errors become exit codes.
+
+Nothing here imports torch; a verb that needs it does so when it is called, so `nestling --help` answers at once.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from nestling.core.errors import NestlingError
+
+HELP = """\
+usage: nestling COMMAND ...
+
+Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundred bytes to 5 KB.
+
+  new PRESET [FILE]             copy a preset to a file, every setting commented (no name: list the presets)
+  plan CONFIG [SETTINGS]        what would be trained and sent; reads no data, trains nothing
+  run CONFIG [SETTINGS]         run the federation and write its folder
+  demo                          frozen base, local only, FLITE, FedAvg and centralised, side by side
+  ls [FOLDER]                   the runs in a folder
+  report RUN [RUN ...]          table, figure and one HTML page
+  message FILE                  a message taken apart
+  doctor                        versions, device, kernels, seed vectors
+
+CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --rounds 20 --codec.bits 4.
+'nestling COMMAND --help' says more; 'nestling run flite-digits --help' lists all settings.
+
+exit codes: 0 done, 1 a bug of ours, 2 a setting or path that cannot be used, 3 data, model or base missing or not the
+one agreed on, 4 a seed or stream that differs, 5 a damaged message or file, 6 the run's folder is in use, 7 too few
+usable replies, 8 the disk is full, 130 interrupted
+"""
+
+
+def _new(args: Sequence[str]) -> int:
+    from nestling.cli.show import new
+
+    return new(args)
+
+
+def _plan(args: Sequence[str]) -> int:
+    from nestling.cli.show import show_plan
+
+    return show_plan(args)
+
+
+def _run(args: Sequence[str]) -> int:
+    from nestling.cli.run import run
+
+    return run(args)
+
+
+def _demo(args: Sequence[str]) -> int:
+    from nestling.cli.demo import demo
+
+    return demo(args)
+
+
+def _ls(args: Sequence[str]) -> int:
+    from nestling.cli.show import ls
+
+    return ls(args)
+
+
+def _report(args: Sequence[str]) -> int:
+    from nestling.cli.show import report
+
+    return report(args)
+
+
+def _message(args: Sequence[str]) -> int:
+    from nestling.cli.show import message
+
+    return message(args)
+
+
+def _doctor(args: Sequence[str]) -> int:
+    from nestling.cli.doctor import doctor
+
+    return doctor(args)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "new": _new,
+    "plan": _plan,
+    "run": _run,
+    "demo": _demo,
+    "ls": _ls,
+    "report": _report,
+    "message": _message,
+    "doctor": _doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal does not have is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(args)
+        if sys.stdout:  # None if the caller closed it
+            sys.stdout.flush()  # here, so that a closed pipe is noticed below
+        return code
+    except NestlingError as error:
+        print(f"nestling: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("nestling: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `| head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as error:  # from tyro: 0 after its help, 2 for a flag; from rich: 1 if the pipe is closed
+        return 0 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        from nestling import __version__
+
+        print(f"nestling {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        from nestling.config.load import near
+
+        print(f"nestling: {args[0]!r} is not a command. {near(args[0], list(COMMANDS))}", file=sys.stderr)
+        return 2
+    return COMMANDS[args[0]](args[1:])

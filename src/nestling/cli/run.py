@@ -1,0 +1,113 @@
+"""`nestling run`: settings from the file and the flags, one live bar on a terminal, one line a round in a pipe."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from nestling.config.load import load_config, preset_names
+from nestling.config.schema import RunConfig
+from nestling.core.errors import ConfigError
+from nestling.core.types import Progress
+
+Command = TypeVar("Command")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCommand:
+    """Run the federation of CONFIG and write its folder."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    json: bool = False
+    """End with one JSON object on the standard output; progress goes to the standard error."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+def read_command(kind: type[Command], args: Sequence[str], *, verb: str) -> Command:
+    """CONFIG first, then flags that override it: an instance of `kind`, which has a field `config`."""
+    if not args or args[0] in ("-h", "--help"):
+        print(
+            f"usage: nestling {verb} CONFIG [SETTINGS]\n\nCONFIG: a TOML file, or one of {', '.join(preset_names())}."
+        )
+        print(f"'nestling {verb} flite-digits --help' lists all settings.")
+        raise SystemExit(0 if args else 2)
+    if args[0].startswith("-"):
+        raise ConfigError("comes before CONFIG", where=args[0], remedy=f"Write nestling {verb} CONFIG {args[0]} …")
+    default = kind(load_config(args[0]))  # type: ignore[call-arg]
+    settings: object = tyro.conf.AvoidSubcommands[tyro.conf.FlagCreatePairsOff[kind]]  # type: ignore[valid-type]
+    command = tyro.cli(settings, default=default, args=list(args[1:]), prog=f"nestling {verb} {args[0]}")  # type: ignore[call-overload]
+    assert isinstance(command, kind)
+    return command
+
+
+def run(args: Sequence[str]) -> int:
+    """Run it; returns the exit code."""
+    command = read_command(RunCommand, args, verb="run")
+    from nestling.api import run as run_config  # torch is imported here, after the settings have been read
+
+    with ProgressLine(quiet=command.quiet, to_stderr=command.json) as line:
+        result = run_config(command.config, progress=line.show, command=["nestling", "run", *args])
+    if command.json:
+        print(json.dumps(result.to_dict(), allow_nan=False))
+        return 0
+    from nestling.report.tables import caption_of, rows_of, to_rich
+
+    console = Console()
+    console.print(to_rich(rows_of([result]), caption_of([result])))
+    if result.averaging_error is not None:
+        console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
+    console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)
+    return 0
+
+
+class ProgressLine:
+    """Shows a run's progress: redrawn in place on a terminal, otherwise a line for each round with stable keys."""
+
+    def __init__(self, *, quiet: bool = False, to_stderr: bool = False, label: str = "") -> None:
+        self._console = Console(file=sys.stderr if to_stderr else sys.stdout)
+        self._quiet, self._label = quiet, f"{label} " if label else ""
+        self._live: Live | None = None
+        self._last = ""
+
+    def __enter__(self) -> "ProgressLine":
+        if self._console.is_terminal and not self._quiet:
+            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Draw one step."""
+        if self._quiet:
+            return
+        text = self._label + (_round_text(progress) if progress.round else progress.step)
+        if self._live:
+            self._live.update(_bar(progress, text))
+        elif text != self._last:
+            try:
+                print(text, file=self._console.file, flush=True)
+            except BrokenPipeError:  # nobody reads on: the run itself is worth finishing
+                self._quiet = True
+        self._last = text
+
+
+def _round_text(p: Progress) -> str:
+    return (
+        f"round={p.round}/{p.rounds} clients={p.accepted}/{p.asked} accuracy={p.accuracy:.4f} "
+        f"bytes={p.bytes_so_far} seconds={p.seconds:.1f}"
+    )
+
+
+def _bar(p: Progress, text: str) -> Text:
+    done = round(24 * p.round / p.rounds)
+    return Text.assemble(("━" * done, "green"), ("━" * (24 - done), "bright_black"), "  ", text)

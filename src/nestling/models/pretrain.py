@@ -1,0 +1,154 @@
+"""Making a base: an ordinary supervised run on public data, kept in a cache and checked before anybody uses it.
+
+A base that learned nothing makes everything after it look broken, so one whose held-out accuracy stays near chance is
+refused. Trained on one thread: on one machine a recipe always gives the same bytes.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from math import ceil, cos, log, pi
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float32
+from torch import Tensor, nn
+
+from nestling.config.schema import BaseConfig
+from nestling.core.errors import ContextError, NestlingError
+from nestling.core.files import make_folder, write_atomic
+from nestling.core.seeds import Stream
+from nestling.models.backbones import base_bytes, load_base
+from nestling.models.resnet import ResNet, make_resnet
+
+RECIPE = 3
+"""Raise it when a change below changes what comes out, so that no cached base of an older recipe is used."""
+
+BATCH, WARM_UP = 64, 50
+
+Data = Callable[[], tuple[np.ndarray, np.ndarray]]
+"""Loads uint8 images [n, c, h, w] and their labels [n]; only called if nothing is cached."""
+
+
+def cache_folder() -> Path:
+    """Where bases are kept: $NESTLING_CACHE, else $XDG_CACHE_HOME/nestling, else ~/.cache/nestling."""
+    if own := os.environ.get("NESTLING_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
+
+
+def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data) -> ResNet:
+    """The frozen network of a run: from `config.weights`, from the cache, or trained now on `data`.
+
+    Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
+    """
+    model = make_resnet(config.model, width=config.width, channels=channels, classes=classes, seed=config.seed)
+    if config.weights:
+        load_base(model, Path(config.weights))
+        return model
+    if config.pretrain_on == "none" or config.epochs == 0:
+        return model
+    recipe = json.dumps([RECIPE, asdict(config), channels, classes, torch.__version__], sort_keys=True)
+    path = cache_folder() / "bases" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.safetensors"
+    if path.is_file():
+        try:
+            load_base(model, path)
+            return model
+        except NestlingError:
+            path.unlink()  # damaged: made again below
+    x, y = data()
+    if int(y.max()) + 1 > classes:
+        # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
+        other = make_resnet(
+            config.model, width=config.width, channels=channels, classes=int(y.max()) + 1, seed=config.seed
+        )
+        pretrain(other, x, y, config)
+        head = model.head.weight.detach().clone()
+        model.load_state_dict({**other.state_dict(), "head.weight": head})
+    else:
+        pretrain(model, x, y, config)
+    make_folder(path.parent)
+    write_atomic(path, base_bytes(model))
+    return model
+
+
+def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig) -> float:
+    """Train `model` in place with AdamW and a cosine schedule; returns accuracy on a held-out tenth.
+
+    Args:
+        x: uint8 images [n, c, h, w].
+        y: labels [n].
+
+    Raises `ContextError` if the result is not clearly better than chance.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _pretrain(model, x, y, config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig) -> float:
+    order = Stream(config.seed, "pretrain", "held-out").permutation(len(y))
+    held_out, own = order[: len(y) // 10], order[len(y) // 10 :]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=1e-4)
+    steps = config.epochs * ceil(len(own) / BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * (1 + cos(pi * step / steps)) / 2
+    )
+    generator = torch.Generator().manual_seed(config.seed)
+    model.train()
+    for epoch in range(config.epochs):
+        shuffled = own[Stream(config.seed, "pretrain", f"epoch/{epoch}").permutation(len(own))]
+        for start in range(0, len(own), BATCH):
+            items = shuffled[start : start + BATCH]
+            images = _scaled(x[items])
+            if config.augment:
+                images = augmented(images, generator)
+            loss = F.cross_entropy(model(images), torch.from_numpy(y[items]))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+    with torch.no_grad():
+        guesses = torch.cat([model(_scaled(x[held_out[i : i + 256]])).argmax(1) for i in range(0, len(held_out), 256)])
+    accuracy = float((guesses == torch.from_numpy(y[held_out])).double().mean())
+    chance = 1 / (int(y.max()) + 1)
+    if accuracy < min(2 * chance, (1 + chance) / 2):
+        raise ContextError(
+            f"pre-training ended at {accuracy:.1%} on held-out items, where chance is {chance:.1%}",
+            where="base",
+            remedy="Lower base.lr or raise base.epochs.",
+        )
+    return accuracy
+
+
+def _scaled(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).float().div_(255)
+
+
+def augmented(images: Float32[Tensor, "b c h w"], generator: torch.Generator) -> Float32[Tensor, "b c h w"]:
+    """Each image turned by up to 15°, scaled by 0.55 to 1.1, shifted by up to a tenth, and hardened in contrast.
+
+    This is what makes features that carry over: without it the latents' way to other data is too long. What a shift
+    uncovers is background, 0.
+    """
+    n = len(images)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(n, generator=generator)
+
+    turn, size = uniform(-pi / 12, pi / 12), torch.exp(uniform(log(0.55), log(1.1)))
+    matrix = torch.stack([turn.cos() / size, -turn.sin() / size, turn.sin() / size, turn.cos() / size], 1).view(n, 2, 2)
+    shift = torch.stack([uniform(-0.2, 0.2), uniform(-0.2, 0.2)], 1).unsqueeze(2)  # the image's half width is 1
+    grid = F.affine_grid(torch.cat([matrix, shift], 2), list(images.shape), align_corners=False)
+    moved = F.grid_sample(images, grid, align_corners=False)
+    contrast = 1 + 4 * torch.rand(n, 1, 1, 1, generator=generator)
+    return ((moved - 0.5) * contrast + 0.5).clamp(0, 1)

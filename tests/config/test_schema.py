@@ -1,0 +1,174 @@
+"""Settings are refused where they are made: in a file, on the command line (tests/cli) and in Python."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nestling.config.load import parse_config
+from nestling.config.schema import CodecConfig, FullConfig, LatentConfig, MachineConfig, RunConfig, TaskConfig
+from nestling.core.errors import ConfigError
+
+HUGE = "1" + "0" * 400
+
+# One line of TOML per setting that must be refused, and the key that the error must name.
+REFUSED = [
+    *[(f"rounds = {v}", "rounds") for v in ("0", "-1", "1e9", "true", '"3"', "1.5", "4294967296", HUGE)],
+    *[(f"local.lr = {v}", "local.lr") for v in ("nan", "inf", "-inf", '"1e-3"', "-1", "0.0", "true", HUGE)],
+    *[(f"base.lr = {v}", "base.lr") for v in ("nan", "0", "-1e-3")],
+    *[(f"local.momentum = {v}", "local.momentum") for v in ("nan", "1.0", "-0.1", "inf")],
+    *[(f"local.weight_decay = {v}", "local.weight_decay") for v in ("nan", "-1e-9", "inf")],
+    *[(f"task.alpha = {v}", "task.alpha") for v in ("nan", "0", "-0.1", "inf")],
+    *[(f"server.max_abs = {v}", "server.max_abs") for v in ("nan", "inf", "0", "-5", "0.5")],
+    *[(f"task.clients = {v}", "task.clients") for v in ("0", "-3", "2.0", "true")],
+    *[(f"adapter.dim = {v}", "adapter.dim") for v in ("0", "-1", "64.0", "false")],
+    *[(f"adapter.rank = {v}", "adapter.rank") for v in ("-1", "65")],
+    *[(f"base.width = {v}", "base.width") for v in ("0", "4", "12", "80000000000")],
+    *[(f"codec.bits = {v}", "codec.bits") for v in ("0", "7", "8.0", '"8"', "true", "[8]")],
+    *[(f"codec.down_bits = {v}", "codec.down_bits") for v in ("3", "64")],
+    *[(f"server.{k} = {v}", f"server.{k}") for k in ("min_replies", "patience") for v in ("0", "-1", "1.0")],
+    *[(f"{table}.epochs = -1", f"{table}.epochs") for table in ("local", "base")],
+    ("local.epochs = 0", "local.epochs"),
+    ("local.batch_size = 0", "local.batch_size"),
+    ("machine.workers = -1", "machine.workers"),
+    ("machine.references = 1", "machine.references"),
+    ("server.clients_per_round = 9", "server.clients_per_round"),
+    ("server.min_replies = 9", "server.min_replies"),
+    ("server = {clients_per_round = 2, min_replies = 3}", "server.min_replies"),
+    ('task.data = "mnist"', "task.data"),
+    ('task.partition = "Dirichlet"', "task.partition"),
+    ('task.evaluate_on = "train"', "task.evaluate_on"),
+    ('base.model = "resnet50"', "base.model"),
+    ('base.pretrain_on = ""', "base.pretrain_on"),
+    ('local.optimizer = "adam"', "local.optimizer"),
+    ('local.decay = "cosine"', "local.decay"),
+    ("base.augment = 1", "base.augment"),
+    *[(f"adapter.budget = {v}", "adapter.budget") for v in ("-1", "1.0", "true")],
+    ("adapter = {budget = 99, rank = 2}", "adapter.budget"),
+    ('server.weighting = "sqrt"', "server.weighting"),
+    ('codec.scale = "row"', "codec.scale"),
+    ('codec.send = "sate"', "codec.send"),
+    ('adapter.targets = "*"', "adapter.targets"),
+    ("adapter.targets = [1]", "adapter.targets"),
+    ('adapter.targets = ["a\\u0000"]', "adapter.targets"),
+    ('adapter = {kind = "full", exclude = ["\\u0000"]}', "adapter.exclude"),
+    ('adapter.kind = "lora"', "adapter.kind"),
+    ("adapter.kind = []", "adapter.kind"),
+    ("adapter.kind = 1", "adapter.kind"),
+    ('adapter = "latent"', "adapter"),
+    ("adapter = 3", "adapter"),
+    ("task = []", "task"),
+    ('machine.out = "a\\u0000b"', "machine.out"),
+    *[(f'name = "{v}"', "name") for v in ("", "a b", "a/b", "..", "-x", ".x", "x" * 65, "a\\nb", "a\\u202eb")],
+    ("name = 5", "name"),
+]
+
+
+@pytest.mark.parametrize(("line", "key"), REFUSED, ids=[line[:40] for line, _ in REFUSED])
+def test_cat_076_what_cannot_be_used_is_refused_by_its_key_with_a_remedy(line: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(line)
+    error = caught.value
+    assert error.where == key
+    assert error.cause
+    assert error.remedy
+    assert error.exit_code == 2
+
+
+SEED_KEYS = ("seed", "adapter.seed", "base.seed")
+
+
+@pytest.mark.parametrize("key", SEED_KEYS)
+@pytest.mark.parametrize("seed", ["-1", str(2**64), "1e3", '"0xff"', '"7"', "nan", "true", "1.0", HUGE])
+def test_cat_021_a_seed_that_is_none_is_a_setting_that_cannot_be_used(key: str, seed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"{key} = {seed}")
+    assert (caught.value.where, caught.value.exit_code) == (key, 2)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_cat_021_large_seeds_are_kept_exactly(seed: int) -> None:
+    config = parse_config(f"seed = {seed}\nadapter.seed = {seed}\nbase.seed = {seed}")
+    assert config.seed == config.base.seed == seed
+    assert isinstance(config.adapter, LatentConfig)
+    assert config.adapter.seed == seed
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "value"),
+    [
+        ("rounds = 1", ("rounds",), 1),
+        ("local.lr = 1", ("local", "lr"), 1.0),
+        ("local.momentum = 0", ("local", "momentum"), 0.0),
+        ("base.epochs = 0", ("base", "epochs"), 0),
+        ("adapter.rank = 64", ("adapter", "rank"), 64),
+        ("task.clients = 1", ("task", "clients"), 1),
+        ("server = {clients_per_round = 8, min_replies = 8}", ("server", "min_replies"), 8),
+        ("server.max_abs = 1", ("server", "max_abs"), 1.0),
+        ('name = "日本-é_1.x"', ("name",), "日本-é_1.x"),
+    ],
+)
+def test_the_edges_of_what_is_allowed_are_allowed(line: str, path: tuple[str, ...], value: object) -> None:
+    found: object = parse_config(line)
+    for part in path:
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_python_is_refused_the_same_as_a_file() -> None:
+    for make, key in (
+        (lambda: RunConfig(rounds=0), "rounds"),
+        (lambda: RunConfig(seed=-1), "seed"),
+        (lambda: LatentConfig(seed=2**64), "adapter.seed"),
+        (lambda: LatentConfig(dim=10**400), "adapter.dim"),
+        (lambda: TaskConfig(alpha=float("nan")), "task.alpha"),
+        (lambda: TaskConfig(path="\udcff"), "task.path"),
+        (lambda: MachineConfig(out="\udcff"), "machine.out"),
+        (lambda: LatentConfig(targets=("\udcff",)), "adapter.targets"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert caught.value.where == key
+
+
+def test_python_of_the_wrong_type_is_refused_too() -> None:
+    # In a process of its own: the types that the test session checks would be refused before the settings see them.
+    program = """
+from nestling.config.schema import *
+from nestling.core.errors import ConfigError
+import numpy as np
+for make, key in ((lambda: LatentConfig(dim=2.5), "adapter.dim"), (lambda: RunConfig(rounds=True), "rounds"),
+                  (lambda: RunConfig(rounds=1e1), "rounds"), (lambda: CodecConfig(bits=5), "codec.bits"),
+                  (lambda: LocalConfig(epochs="3"), "local.epochs"), (lambda: LatentConfig(seed=1.0), "adapter.seed"),
+                  (lambda: TaskConfig(data="mnist"), "task.data"), (lambda: BaseConfig(model="vgg"), "base.model")):
+    try:
+        make()
+    except ConfigError as error:
+        assert error.where == key, (error.where, key)
+    else:
+        raise SystemExit(key)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("bits", "scale", "name"),
+    [
+        (32, "message", "float32"),
+        (16, "tensor", "float16"),
+        (8, "message", "int8-message"),
+        (4, "tensor", "int4-tensor"),
+    ],
+)
+def test_a_codec_setting_names_a_codec_that_exists(bits: int, scale: str, name: str) -> None:
+    from nestling.codec.quantise import named_codec
+
+    config = CodecConfig(bits=bits, down_bits=bits, scale=scale)
+    assert named_codec(config.up).name == named_codec(config.down).name == name
+
+
+def test_a_method_is_named_after_its_adapter() -> None:
+    assert RunConfig().method == "flite"
+    assert RunConfig(adapter=FullConfig()).method == "fedavg"

@@ -1,0 +1,119 @@
+"""The engine carries bytes, uses all its workers, one client each at a time, and loses a client but never a round."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nestling.core.errors import WireError
+from nestling.core.types import Engine, Failure
+from nestling.engines.inprocess import InProcessEngine
+from nestling.federation.local import Declined
+
+MESSAGES = {client: f"to {client}".encode() for client in (7, 3, 9, 1)}
+
+
+def echo(client: int, message: bytes) -> bytes:
+    return b"from %d: " % client + message
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_client_gets_its_message_and_its_own_reply_comes_back(count: int) -> None:
+    replies = InProcessEngine([echo] * count).exchange(MESSAGES)
+    assert replies == {client: echo(client, message) for client, message in MESSAGES.items()}
+    assert list(replies) == list(MESSAGES)
+
+
+def test_no_messages_no_replies() -> None:
+    assert InProcessEngine([echo]).exchange({}) == {}
+
+
+def test_cat_053_whatever_a_client_raises_is_its_own_failure() -> None:
+    raised = {
+        7: Declined("no_data", "has no training items"),
+        3: WireError("digest", "was changed on its way"),
+        9: RuntimeError("CUDA out of memory"),
+    }
+
+    def handler(client: int, message: bytes) -> bytes:
+        if client in raised:
+            raise raised[client]
+        return echo(client, message)
+
+    engine = InProcessEngine([handler])
+    for _ in range(2):  # workers are free again afterwards
+        replies = engine.exchange(MESSAGES)
+        assert replies[1] == echo(1, MESSAGES[1])
+        for client, code in ((7, "no_data"), (3, "digest"), (9, "client_error")):
+            failure = replies[client]
+            assert isinstance(failure, Failure)
+            assert failure.code == code
+            assert f"client {client}" in failure.detail
+            assert str(raised[client]) in failure.detail
+            assert "Traceback" in failure.trace
+
+
+def test_workers_work_side_by_side_and_each_serves_one_client_at_a_time() -> None:
+    meeting = threading.Barrier(3, timeout=30)  # three clients at once, or the test fails here
+    busy: dict[int, bool] = {}
+
+    def worker(number: int):
+        def handler(client: int, message: bytes) -> bytes:
+            assert not busy.get(number), "two clients on one worker"
+            busy[number] = True
+            meeting.wait()
+            busy[number] = False
+            return message
+
+        return handler
+
+    replies = InProcessEngine([worker(n) for n in range(3)]).exchange(dict.fromkeys(range(6), b"x"))
+    assert replies == dict.fromkeys(range(6), b"x")
+    assert sorted(busy) == [0, 1, 2]
+
+
+def test_cat_081_ten_thousand_clients_are_served_by_the_workers_there_are() -> None:
+    used, threads = set(), set()
+
+    def worker(number: int):
+        def handler(client: int, message: bytes) -> bytes:
+            used.add(number)
+            threads.add(threading.get_ident())
+            return message
+
+        return handler
+
+    replies = InProcessEngine([worker(0), worker(1)]).exchange(dict.fromkeys(range(10000), b"x"))
+    assert len(replies) == 10_000
+    assert used <= {0, 1}
+    assert len(threads) <= 2
+
+
+def test_cat_056_an_interrupt_starts_no_further_client() -> None:
+    # In a process of its own: a signal is not caught by whatever else a test session does.
+    program = """
+import signal, threading, time
+from nestling.engines.inprocess import InProcessEngine
+
+started = []
+
+def handler(client, message):
+    started.append(client)
+    if len(started) == 2:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # Ctrl-C
+    time.sleep(0.01)
+    return message
+
+try:
+    InProcessEngine([handler]).exchange({client: b"x" for client in range(1_000)})
+except KeyboardInterrupt:
+    print(len(started))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 500
+
+
+def test_it_is_an_engine() -> None:
+    engine: Engine = InProcessEngine([echo])
+    assert callable(engine.exchange)

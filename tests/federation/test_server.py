@@ -1,0 +1,272 @@
+"""A bad reply costs only itself; what is left is averaged exactly, in any order, whatever the codec."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import LAYOUT, START, agree, answer, forge, honest, received, target
+
+from nestling.codec.message import HEADER_SIZE, peek, state_digest
+from nestling.codec.quantise import Limits
+from nestling.config.schema import ServerConfig
+from nestling.core.types import Failure
+from nestling.federation.server import Reply, Server
+
+SENDS = ("delta", "state")
+
+
+def serve(agreed, *, total_weight: int = 100, state: np.ndarray = START, **settings) -> Server:
+    return Server(state, agreed, ServerConfig(**settings), total_weight=total_weight)
+
+
+def test_cat_014_a_broadcast_is_a_header_and_the_state() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    message = server.broadcast(7)
+    header = peek(message)
+    assert (header.direction, header.round, header.num_examples, header.is_difference) == ("downlink", 7, 0, False)
+    assert len(message) == HEADER_SIZE + 4 * LAYOUT.size
+    assert received(agreed, message).tobytes() == START.tobytes()
+    assert server.broadcast(7) == message
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_the_next_state_is_the_weighted_mean_of_what_clients_reached(send: str) -> None:
+    agreed = agree(send=send)
+    server = serve(agreed)
+    message = server.broadcast(1)
+    trained = {client: (START + target(client)).astype(np.float32) for client in range(3)}
+    weights = {0: 1, 1: 10, 2: 37}
+    replies = {c: answer(agreed, message, c, trained[c] - START, examples=weights[c]) for c in trained}
+    accepted, refused = server.judge(1, replies)
+    assert not refused
+    assert [(r.client, r.weight) for r in accepted] == [(0, 1), (1, 10), (2, 37)]
+    for reply in accepted:
+        np.testing.assert_allclose(reply.state, trained[reply.client], rtol=0, atol=1e-6)
+    assert server.update(accepted)
+    wanted = sum(weights[c] * trained[c].astype(np.float64) for c in trained) / 48
+    np.testing.assert_allclose(server.state, wanted, rtol=0, atol=5e-7)
+    assert server.state.dtype == np.float32
+
+
+def test_uniform_weighting_counts_heads() -> None:
+    agreed = agree()
+    server = serve(agreed, weighting="uniform", total_weight=2)
+    message = server.broadcast(1)
+    one = np.ones(LAYOUT.size, np.float32)
+    replies = {0: answer(agreed, message, 0, one, examples=100), 1: answer(agreed, message, 1, -one, examples=1)}
+    accepted, _ = server.judge(1, replies)
+    assert [r.weight for r in accepted] == [1, 1]
+    assert server.update(accepted)
+    assert server.state.tobytes() == START.tobytes()
+
+
+@pytest.mark.parametrize("send", SENDS)
+@pytest.mark.parametrize("down_bits", [16, 8, 4])
+def test_a_lossy_broadcast_is_what_clients_start_from(down_bits: int, send: str) -> None:
+    agreed = agree(down_bits=down_bits, send=send)
+    server = serve(agreed)
+    message = server.broadcast(1)
+    start = received(agreed, message)
+    assert start.tobytes() != START.tobytes()  # else this tests nothing
+    change = target(1)
+    accepted, refused = server.judge(1, {1: answer(agreed, message, 1, change)})
+    assert not refused
+    np.testing.assert_allclose(accepted[0].state, start + change, rtol=0, atol=1e-6)
+    assert server.update(accepted)
+    # Differences are added to the server's own state, which keeps what the broadcast could not say.
+    np.testing.assert_allclose(server.state, (START if send == "delta" else start) + change, rtol=0, atol=1e-6)
+
+
+def test_a_client_that_trains_nothing_leaves_a_lossy_state_as_it_is() -> None:
+    agreed = agree(down_bits=4)
+    server = serve(agreed)
+    for number in range(1, 6):
+        message = server.broadcast(number)
+        accepted, _ = server.judge(number, {0: answer(agreed, message, 0, np.zeros(LAYOUT.size, np.float32))})
+        assert server.update(accepted)
+    assert server.state.tobytes() == START.tobytes()
+
+
+NAN = np.full(LAYOUT.size, np.nan, "<f4").tobytes()
+INF = np.full(LAYOUT.size, -np.inf, "<f4").tobytes()
+HUGE = np.full(LAYOUT.size, 1.1e4, "<f4").tobytes()
+
+# What client 3 makes of its good reply, and the code under which it is dropped.
+SPOILT = {
+    "NaN": (lambda good, down: forge(good, body=NAN), "non_finite"),
+    "infinite": (lambda good, down: forge(good, body=INF), "non_finite"),
+    "huge": (lambda good, down: forge(good, body=HUGE), "abs"),
+    "cut off": (lambda good, down: good[:-1], "length"),
+    "cut to the header": (lambda good, down: good[:64], "length"),
+    "cut short": (lambda good, down: good[:63], "short"),
+    "empty": (lambda good, down: b"", "short"),
+    "extended": (lambda good, down: good + b"\0", "length"),
+    "endless": (lambda good, down: good + bytes(1 << 20), "length"),
+    "one number less": (lambda good, down: forge(good, body=good[64:-4], total_len=len(good) - 4), "length"),
+    "a bit flipped": (lambda good, down: good[:70] + bytes([good[70] ^ 1]) + good[71:], "digest"),
+    "garbage": (lambda good, down: bytes(range(256))[: len(good)], "magic"),
+    "the broadcast itself": (lambda good, down: down, "magic"),
+    "another version": (lambda good, down: forge(good, version=2), "version"),
+    "another codec": (lambda good, down: forge(good, codec=1), "codec"),
+    "an unknown codec": (lambda good, down: forge(good, codec=200), "codec"),
+    "an unknown flag": (lambda good, down: forge(good, flags=2), "flags"),
+    "the other kind of update": (lambda good, down: forge(good, flags=1 - good[6]), "flags"),
+    "another context": (lambda good, down: forge(good, context=bytes(16)), "context"),
+    "an old round": (lambda good, down: forge(good, round=0), "stale_round"),
+    "a later round": (lambda good, down: forge(good, round=2**32 - 1), "future_round"),
+    "speaks for another": (lambda good, down: forge(good, client=1), "client"),
+    "speaks for the server": (lambda good, down: forge(good, client=2**64 - 1), "client"),
+    "no items": (lambda good, down: forge(good, num_examples=0), "num_examples"),
+    "too many items": (lambda good, down: forge(good, num_examples=101), "num_examples"),
+    "all items there are": (lambda good, down: forge(good, num_examples=2**32 - 1), "num_examples"),
+    "no reply": (lambda good, down: Failure("no_data", "has none"), "no_data"),
+}
+
+
+@pytest.mark.parametrize("send", SENDS)
+@pytest.mark.parametrize("case", SPOILT)
+def test_cat_030_a_bad_reply_is_dropped_under_its_code_and_costs_only_itself(case: str, send: str) -> None:
+    agreed = agree(send=send)
+    answer_of = honest(agreed)
+    states = []
+    for spoil, wanted in ((None, None), SPOILT[case]):
+        server = serve(agreed)
+        for number in (1, 2, 3):
+            message = server.broadcast(number)
+            replies = {client: answer_of(client, message) for client in (0, 1, 2)}
+            if spoil:
+                replies[3] = spoil(answer_of(3, message), message)
+            accepted, refused = server.judge(number, replies)
+            assert [r.client for r in accepted] == [0, 1, 2]
+            assert {c: f.code for c, f in refused.items()} == ({3: wanted} if wanted else {})
+            assert server.update(accepted)
+        states.append(server.state.tobytes())
+    assert states[0] == states[1]
+    assert states[0] != START.tobytes()
+
+
+def test_cat_026_a_reply_counts_for_its_own_sender_alone() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    message = server.broadcast(1)
+    mine = honest(agreed)(1, message)
+    accepted, refused = server.judge(1, {1: mine, 2: mine, 3: mine})
+    assert [r.client for r in accepted] == [1]
+    assert {c: f.code for c, f in refused.items()} == {2: "client", 3: "client"}
+
+
+def test_cat_023_a_reply_kept_for_later_is_of_no_use() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    kept = honest(agreed)(1, server.broadcast(1))
+    accepted, _ = server.judge(1, {1: kept})
+    assert server.update(accepted)
+    server.broadcast(2)
+    assert server.judge(2, {1: kept})[1][1].code == "context"  # made from another state
+    same = serve(agreed)
+    same.broadcast(1)
+    same.broadcast(2)
+    assert same.judge(2, {1: kept})[1][1].code == "stale_round"  # from the same state, in an abandoned round
+
+
+def test_cat_027_a_reply_of_another_run_is_refused() -> None:
+    here, there = agree(run="x"), agree(run="y")
+    server, other = serve(here), serve(there)
+    server.broadcast(1)
+    assert server.judge(1, {0: honest(there)(0, other.broadcast(1))})[1][0].code == "context"
+
+
+def test_a_reply_made_from_another_state_is_refused() -> None:
+    agreed = agree()
+    server, ahead = serve(agreed), serve(agreed, state=START + np.float32(1))
+    server.broadcast(1)
+    assert server.judge(1, {0: honest(agreed)(0, ahead.broadcast(1))})[1][0].code == "context"
+
+
+def test_a_refusal_says_whose_it_is_and_why() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    good = honest(agreed)(12, server.broadcast(1))
+    failure = server.judge(1, {12: forge(good, body=NAN)})[1][12]
+    assert "client 12" in failure.detail
+    assert "NaN" in failure.detail
+
+
+def test_cat_047_048_too_few_replies_leave_the_state_as_it_was() -> None:
+    agreed = agree()
+    server = serve(agreed, min_replies=2)
+    message = server.broadcast(1)
+    accepted, _ = server.judge(1, {0: honest(agreed)(0, message)})
+    assert not server.update(accepted)
+    assert not server.update([])
+    assert server.state.tobytes() == START.tobytes()
+    accepted, _ = server.judge(1, {c: honest(agreed)(c, message) for c in (0, 1)})
+    assert server.update(accepted)
+
+
+@given(st.permutations(range(6)), st.sampled_from(SENDS), st.sampled_from([32, 8, 4]))
+def test_cat_062_the_order_of_arrival_changes_no_bit(order: list[int], send: str, bits: int) -> None:
+    agreed = agree(send=send, bits=bits)
+    states = []
+    for clients in (range(6), order):
+        server = serve(agreed)
+        message = server.broadcast(1)
+        accepted, _ = server.judge(1, {c: honest(agreed)(c, message) for c in clients})
+        assert server.update([next(r for r in accepted if r.client == c) for c in clients])
+        states.append(server.state.tobytes())
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_cat_032_false_weights_move_the_mean_by_their_capped_share_and_overflow_nothing(send: str) -> None:
+    # As in a real run: a client may claim all items that there are. Fifty that all do so exceed the sum planned for.
+    agreed = agree(limits=Limits(max_examples=100), send=send)
+    server = serve(agreed, total_weight=100)
+    message = server.broadcast(1)
+    liar = np.full(LAYOUT.size, 9_900, np.float32)
+    replies = {c: answer(agreed, message, c, liar, examples=100) for c in range(50)}
+    replies[50] = answer(agreed, message, 50, -liar, examples=1)
+    accepted, refused = server.judge(1, replies)
+    assert not refused
+    assert server.update(accepted)
+    np.testing.assert_allclose(server.state, START + 9_900 * (5_000 - 1) / 5_001, rtol=1e-6)
+
+
+def test_cat_031_035_numbers_that_add_up_beyond_the_limits_are_never_sent() -> None:
+    agreed = agree(limits=Limits(max_examples=100, max_abs=1e4, max_norm=20.0))
+    zeros = np.zeros(LAYOUT.size, np.float32)
+    server = serve(agreed, state=zeros)
+    push = np.full(LAYOUT.size, 4.0, np.float32)  # norm 13.3: two of them are too much
+    used = []
+    for number in range(1, 5):
+        message = server.broadcast(number)  # must not raise: what is broadcast is judged by clients as well
+        accepted, refused = server.judge(number, {0: answer(agreed, message, 0, push)})
+        assert not refused
+        used.append(server.update(accepted))
+    assert used == [True, False, False, False]
+    assert server.state.tobytes() == push.tobytes()
+
+
+def test_cat_031_no_step_is_larger_than_the_limit() -> None:
+    agreed = agree(limits=Limits(max_examples=100, max_abs=100.0))
+    server = serve(agreed, state=np.zeros(LAYOUT.size, np.float32), max_abs=100.0)
+    for number in itertools.count(1):
+        message = server.broadcast(number)
+        accepted, _ = server.judge(number, {0: answer(agreed, message, 0, np.full(LAYOUT.size, 60.0, np.float32))})
+        if not server.update(accepted):
+            break
+    assert np.abs(server.state).max() == 60.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 2e4])
+def test_a_mean_that_cannot_be_sent_is_not_taken(bad: float) -> None:
+    agreed = agree(send="state")
+    server = serve(agreed)
+    server.broadcast(1)
+    vector = np.full(LAYOUT.size, bad, np.float32)
+    with np.errstate(invalid="ignore"):
+        assert not server.update([Reply(0, vector, vector, 1)])
+    assert state_digest(server.state) == state_digest(START)

@@ -1,0 +1,200 @@
+"""The hash of a base, and its file: what changes them, what does not, what is refused."""
+
+import hashlib
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nestling.core.errors import ContextError, NestlingError, WireError
+from nestling.models.backbones import base_bytes, base_hash, load_base, read_tensors
+
+
+class Holder(nn.Module):
+    """A model whose state is any named tensors."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def tensors() -> dict[str, Tensor]:
+    return {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.tensor(1.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "h": torch.ones(3, dtype=torch.bfloat16),
+        "steps": torch.tensor([7]),
+        "mask": torch.tensor([True, False]),
+    }
+
+
+def hash_of(values: dict[str, Tensor]) -> str:
+    return base_hash(Holder(values))
+
+
+def test_the_hash_is_its_definition() -> None:
+    """Written out for one tensor: name, dtype and shape as JSON, a zero byte, the little-endian bytes."""
+    digest = hashlib.sha256(b"nestling-base/v1\0")
+    digest.update(json.dumps(["a", "int16", [2, 2]]).encode() + b"\0" + b"\x01\x00\x02\x00\x03\x00\xff\xff")
+    assert hash_of({"a": torch.tensor([[1, 2], [3, -1]], dtype=torch.int16)}) == digest.hexdigest()
+
+
+def test_the_hash_does_not_depend_on_order_or_memory() -> None:
+    values = tensors()
+    expected = hash_of(values)
+    assert hash_of(dict(reversed(values.items()))) == expected
+    assert hash_of(OrderedDict(sorted(values.items()))) == expected
+    strided = values | {"a": torch.arange(6.0).reshape(2, 3).T.contiguous().T}
+    assert not strided["a"].is_contiguous()
+    assert hash_of(strided) == expected
+    offset = values | {"a": torch.arange(-2.0, 6.0)[2:].reshape(2, 3)}
+    assert hash_of(offset) == expected
+    image = {"w": torch.randn(2, 3, 4, 4)}
+    assert hash_of(image) == hash_of({"w": image["w"].to(memory_format=torch.channels_last)})
+
+
+@given(st.sampled_from(sorted(set(tensors()) - {"empty", "mask"})), st.integers(0, 10**6))
+def test_one_flipped_bit_changes_the_hash(name: str, bit: int) -> None:
+    values = tensors()
+    raw = values[name].clone().reshape(-1).view(torch.uint8)
+    raw[bit // 8 % len(raw)] ^= 1 << bit % 8
+    flipped = raw.view(values[name].dtype).reshape(values[name].shape)
+    assert hash_of(values | {name: flipped}) != hash_of(values)
+
+
+def test_names_shapes_and_dtypes_count() -> None:
+    values = tensors()
+    a = values["a"]
+    variants = [
+        values,
+        {("c" if name == "a" else name): tensor for name, tensor in values.items()},
+        values | {"a": a.reshape(3, 2)},
+        values | {"a": a.reshape(6)},
+        values | {"a": a.view(torch.int32)},
+        values | {"b": values["b"].reshape(1)},
+        values | {"empty": torch.zeros(3, 0)},
+        values | {"empty": torch.zeros(0)},
+        values | {"empty": torch.zeros(0, 3, dtype=torch.float64)},
+        {name: tensor for name, tensor in values.items() if name != "empty"},
+        values | {"a": torch.where(a == 0, -0.0, a)},
+    ]
+    assert len({hash_of(variant) for variant in variants}) == len(variants)
+
+
+def test_bytes_cannot_move_between_tensors() -> None:
+    assert hash_of({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}) != hash_of(
+        {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 3.0])}
+    )
+
+
+def test_a_buffer_that_is_not_kept_does_not_count() -> None:
+    model = nn.Linear(2, 2)
+    before = base_hash(model)
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    assert base_hash(model) == before
+    model.register_buffer("kept", torch.zeros(3))
+    assert base_hash(model) != before
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)))
+        model[0].bias.zero_()
+    return model
+
+
+def test_a_base_comes_back_from_its_file(tmp_path) -> None:
+    path, model = tmp_path / "base.safetensors", model_of()
+    path.write_bytes(base_bytes(model))
+    other = model_of(1)
+    assert base_hash(other) != base_hash(model)
+    load_base(other, path)
+    assert base_hash(other) == base_hash(model)
+    assert base_bytes(other) == path.read_bytes()
+    path.write_bytes(b"")  # nothing of the model lies in the file any more
+    assert base_hash(other) == base_hash(model)
+
+
+def test_a_file_from_elsewhere_needs_no_hash(tmp_path) -> None:
+    save_file(model_of().state_dict(), tmp_path / "x.safetensors")
+    other = model_of(1)
+    load_base(other, tmp_path / "x.safetensors")
+    assert base_hash(other) == base_hash(model_of())
+
+
+def refused(path: Path) -> NestlingError:
+    model = model_of(1)
+    before = base_hash(model)
+    with pytest.raises(NestlingError) as caught:
+        load_base(model, path)
+    assert base_hash(model) == before
+    return caught.value
+
+
+@given(st.data())
+def test_no_damaged_byte_gives_another_base(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    good = base_bytes(model_of())
+    position = data.draw(st.integers(0, len(good) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda value: value != good[position]))
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    path.write_bytes(good[:position] + bytes([byte]) + good[position + 1 :])
+    model = model_of(1)
+    before = base_hash(model)
+    try:
+        load_base(model, path)
+    except NestlingError as error:
+        assert error.exit_code in (3, 5)  # noqa: PT017
+        assert base_hash(model) == before
+    else:
+        assert base_hash(model) == base_hash(model_of())
+
+
+def test_files_of_other_models_are_refused(tmp_path) -> None:
+    path, state = tmp_path / "x.safetensors", model_of().state_dict()
+    name = "0.weight"
+    for other, message in (
+        (state | {"extra": torch.zeros(1)}, "unexpected"),
+        ({key: value for key, value in state.items() if key != name}, "missing"),
+        (state | {name: torch.zeros(3, 4)}, name),
+        (state | {name: state[name].double()}, name),
+    ):
+        save_file(other, path)
+        error = refused(path)
+        assert isinstance(error, ContextError)
+        assert message in str(error)
+    assert refused(tmp_path / "none").exit_code == 3
+    assert refused(tmp_path).exit_code == 3
+
+
+def test_damaged_files_are_refused(tmp_path) -> None:
+    path, good = tmp_path / "x.safetensors", base_bytes(model_of())
+    for data in (b"", b"1234", good[:20], good[:-1], good + b"0", (1 << 62).to_bytes(8, "little") + good[8:]):
+        path.write_bytes(data)
+        error = refused(path)
+        assert isinstance(error, WireError)
+        assert error.code == "damaged"
+    for value in (torch.nan, torch.inf):
+        state = model_of().state_dict()
+        state["0.weight"] = state["0.weight"].clone()
+        state["0.weight"][0, 0] = value
+        save_file(state, path)
+        error = refused(path)
+        assert isinstance(error, WireError)
+        assert error.code == "non_finite"
+
+
+def test_a_file_larger_than_allowed_is_refused_unread(tmp_path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(base_bytes(model_of()))
+    assert set(read_tensors(path, max_bytes=path.stat().st_size)) == set(model_of().state_dict())
+    with pytest.raises(WireError, match="at most"):
+        read_tensors(path, max_bytes=path.stat().st_size - 1)

@@ -1,0 +1,101 @@
+"""The page: one file without scripts or addresses, in which nothing that came from a run is alive."""
+
+import getpass
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nestling.report.compare import compare
+from nestling.report.html import render, write_report
+from nestling.runs.folder import printable
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"onload="alert(1)',
+    "</pre></td></style><img src=x onerror=alert(1)>",
+    "{{7*7}}",
+    "{% raw %}",
+    "\u202egnp.exe",
+    "\x1b[31mred",
+    "$\\frac{$",
+    "javascript:alert(1)",
+]
+ELEMENTS = (
+    "html head meta title style body header h1 h2 h3 p ul li div table thead tbody tr th td figure figcaption "
+    "dl dt dd pre details summary svg g defs path use clippath rect"
+)
+
+
+class Page(HTMLParser):
+    """Collects the elements, the attributes and the text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def hostile_page(result, run_of, text):
+    made = result(text, codec=text, task=text, name=text, base_hash=text, rejected={text: 2})
+    config = f"x = 1 # {text}"
+    return render(compare([run_of(made, config=config, reason=text), run_of(made, config=config, reason=text)]))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_came_from_a_run_is_text(result, run_of, text):
+    html = hostile_page(result, run_of, text)
+    page = Page(html)
+    assert set(page.tags) <= set(ELEMENTS.split())
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcdoc")]
+    assert all(value.startswith("#") for name, value in page.attributes if name.endswith("href"))
+    assert not any(character in html for character in ("\x1b", "\u202e"))
+    assert page.text.count(printable(text)) > 10  # shown as it is, and in every place
+
+
+def test_the_page_stands_alone(result, run_of, tmp_path):
+    found = write_report([run_of(result()), run_of(result("fedavg"))], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    assert len(found.runs) == 2
+    assert "default-src 'none'" in html
+    assert "://" not in html
+    assert "<script" not in html
+    assert "@import" not in html
+    assert "url(" not in re.sub(r"url\(#\w+\)", "", html)
+    for part in ("Results", "Accuracy against bytes", "What was run", "Bytes of each kind", "rejected", "Environment"):
+        assert part in html
+
+
+def test_the_numbers_are_in_it(result, run_of):
+    text = " ".join(Page(render(compare([run_of(result(rejected={"not_finite": 3}))]))).text.split())
+    for part in ("flite, int4-message", "90.0", "648 B", "5,120 B", "35,376 B", "712 B", "3 × not_finite", "CPython"):
+        assert part in text
+
+
+def test_a_run_without_rejections_or_environment(result, run_of):
+    path = run_of(result(), reason="")
+    (path / "env.json").unlink()
+    assert "None." in render(compare([path]))
+
+
+def test_homes_and_secrets_stay_out(result, run_of):
+    config = f'path = "{Path.home()}/x"\nother = "/home/somebody/y"\ntoken = "abcdef"\nurl = "https://me:pw@host/"\n'
+    html = render(compare([run_of(result(), config=config)]))
+    assert "~/x" in html
+    for secret in (str(Path.home()) + "/", "somebody", "abcdef", "pw@"):
+        assert secret not in html
+    if len(getpass.getuser()) > 4:
+        assert getpass.getuser() not in html
+
+
+def test_many_rejections_are_cut_with_their_number(result, run_of):
+    html = render(compare([run_of(result(rounds=30))]))
+    assert "and 10 more" in html

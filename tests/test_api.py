@@ -1,0 +1,361 @@
+"""A run from Python: its folder can be read back, continued from, and trusted, also if the run was cut short."""
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small import config, finished
+
+import nestling
+from nestling.api import run
+from nestling.build import build, resolve
+from nestling.codec.message import peek, state_digest
+from nestling.config.load import load_config
+from nestling.config.schema import CodecConfig, FullConfig, RunConfig
+from nestling.core.errors import ConfigError, ContextError, RunError, StorageError
+from nestling.core.types import Progress
+from nestling.federation.reference import References
+from nestling.models.backbones import base_hash, load_base
+from nestling.models.resnet import make_resnet
+from nestling.runs.folder import list_runs, read_status
+from nestling.runs.recorder import Result, read_result, read_rows, read_run
+
+
+def only_run(out: Path) -> Path:
+    (path,) = out.iterdir()
+    return path
+
+
+def accuracy_of(folder: Path, settings: RunConfig) -> float:
+    """What a stranger gets who has the folder alone: its base, its adapter, and the data."""
+    model = make_resnet(settings.base.model, width=settings.base.width, channels=1, classes=10, seed=99)
+    load_base(model, folder / "base.safetensors")
+    nestling.from_pretrained(model, folder / "adapter")
+    return build(settings).task.evaluate(model).accuracy
+
+
+# The folder of a finished run.
+
+
+def test_a_run_learns_and_says_so() -> None:
+    _, result, _ = finished()
+    assert result.accuracy > 0.2
+    assert result.accuracy_base is not None
+    assert (result.method, result.adapter, result.codec, result.task) == ("flite", "latent", "float32", "fashion")
+    assert (result.rounds, result.clients, result.test_items, result.classes, result.alpha) == (2, 3, 60, 10, 1.0)
+    assert result.rejected == {}
+
+
+def test_the_folder_holds_all_that_is_promised() -> None:
+    _, result, _ = finished()
+    folder = Path(result.run_dir)
+    for name in (
+        "config.toml", "command.txt", "env.json", "metrics.jsonl", "bytes.jsonl", "log.txt", "status", "result.json",
+        "report.html", "base.safetensors", "adapter/adapter.safetensors", "adapter/adapter.json", "adapter/README.md",
+        "messages/last-up.msg", "messages/last-down.msg", "accuracy_against_bytes.svg", "accuracy_against_bytes.png",
+        "accuracy_against_bytes.csv",
+    ):  # fmt: skip
+        assert (folder / name).is_file(), name
+    assert read_status(folder) == "done"
+    assert (folder / "command.txt").read_text().strip() == "nestling run small.toml"
+    assert not list(folder.rglob(".*"))  # no temporary file is left
+
+
+def test_the_settings_can_be_loaded_again() -> None:
+    settings, result, _ = finished()
+    again = load_config(Path(result.run_dir) / "config.toml")
+    assert again == resolve(settings)
+    assert again.adapter.seed == settings.seed  # what was left open is written down
+
+
+def test_the_result_can_be_read_back() -> None:
+    _, result, _ = finished()
+    folder = Path(result.run_dir)
+    assert read_result(folder) == result
+    assert Result.from_dict(json.loads((folder / "result.json").read_text())) == result
+
+
+def test_every_round_and_every_message_has_its_row_and_the_bytes_add_up() -> None:
+    settings, result, _ = finished()
+    folder = Path(result.run_dir)
+    metrics, messages = read_rows(folder / "metrics.jsonl"), read_rows(folder / "bytes.jsonl")
+    assert [row["round"] for row in metrics] == [1, 2]
+    assert metrics[-1]["accuracy"] == result.accuracy
+    assert metrics[-1]["bytes_total"] == result.bytes_up + result.bytes_down
+    assert all((row["accepted"], row["asked"], row["used"]) == (3, 3, True) for row in metrics)
+    assert len(messages) == settings.rounds * 3 * 2
+    for direction, total in (("up", result.bytes_up), ("down", result.bytes_down)):
+        rows = [row for row in messages if row["direction"] == direction]
+        assert sum(row["wire_bytes"] for row in rows) == total
+        assert all(row["accepted"] and not row["reason"] for row in rows)
+        assert {(row["round"], row["client"]) for row in rows} == {(r, c) for r in (1, 2) for c in range(3)}
+        kept = (folder / "messages" / f"last-{direction}.msg").read_bytes()
+        assert len(kept) == rows[-1]["wire_bytes"] == rows[-1]["payload_bytes"] + 64
+        assert peek(kept).round == 2
+
+
+def test_the_adapter_on_the_base_gives_the_accuracy_of_the_result_exactly() -> None:
+    settings, result, _ = finished()
+    folder = Path(result.run_dir)
+    assert accuracy_of(folder, settings) == result.accuracy
+    model = make_resnet("resnet8", width=8, channels=1, classes=10, seed=0)
+    load_base(model, folder / "base.safetensors")
+    assert base_hash(model) == result.base_hash
+    assert state_digest(nestling.from_pretrained(model, folder / "adapter").vector()) == result.state_digest
+
+
+def test_an_adapter_refuses_another_base() -> None:
+    _, result, _ = finished()
+    with pytest.raises(ContextError):
+        nestling.from_pretrained(
+            make_resnet("resnet8", width=8, channels=1, classes=10, seed=0), Path(result.run_dir) / "adapter"
+        )
+
+
+def test_the_base_row_is_the_frozen_base() -> None:
+    settings, result, _ = finished()
+    model = make_resnet("resnet8", width=8, channels=1, classes=10, seed=0)
+    load_base(model, Path(result.run_dir) / "base.safetensors")
+    assert build(settings).task.evaluate(model).accuracy == result.accuracy_base
+
+
+def test_averaging_latents_is_averaging_weights() -> None:
+    _, result, _ = finished()
+    assert result.averaging_error is not None
+    assert result.averaging_error < 1e-6
+
+
+def test_progress_is_told_step_by_step() -> None:
+    _, result, steps = finished()
+    assert [(p.step, p.round) for p in steps] == [
+        ("loading data and base", 0),
+        ("training the rows to compare with", 0),
+        ("federating", 0),
+        ("federating", 1),
+        ("federating", 2),
+    ]
+    assert steps[-1].accuracy == result.accuracy
+    assert steps[-1].bytes_so_far == result.bytes_up + result.bytes_down
+    assert all(a.seconds <= b.seconds for a, b in pairwise(steps))
+
+
+def test_the_run_is_listed() -> None:
+    settings, result, _ = finished()
+    (summary,) = list_runs(Path(settings.machine.out))
+    assert (summary.status, summary.round, summary.accuracy) == ("done", 2, result.accuracy)
+    assert summary.wire_bytes == result.bytes_up + result.bytes_down
+    assert read_run(Path(result.run_dir)).result == result
+
+
+def test_the_callers_threads_and_random_numbers_are_left_alone(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    torch.set_num_threads(2)
+    try:
+        run(config(tmp_path, rounds=1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+
+
+# Other ways to run.
+
+
+def test_a_base_made_by_one_run_serves_another(tmp_path: Path) -> None:
+    settings, result, _ = finished()
+    base = dataclasses.replace(settings.base, weights=str(Path(result.run_dir) / "base.safetensors"))
+    again = run(config(tmp_path, base=base, rounds=1))
+    assert again.base_hash == result.base_hash
+    assert again.accuracy_base == result.accuracy_base
+    assert not (Path(again.run_dir) / "base.safetensors").exists()  # it is kept where it came from
+
+
+def test_references_that_are_given_are_used_and_none_are_trained(tmp_path: Path) -> None:
+    steps: list[Progress] = []
+    given = References(local_only=0.125, centralised=0.875)
+    result = run(config(tmp_path, references=True, rounds=1), references=given, progress=steps.append)
+    assert (result.accuracy_local_only, result.accuracy_centralised) == (0.125, 0.875)
+    assert result.seconds_references is None
+    assert "training the rows to compare with" not in {p.step for p in steps}
+
+
+def test_without_references_their_rows_are_unknown(tmp_path: Path) -> None:
+    result = run(config(tmp_path, rounds=1))
+    assert (result.accuracy_local_only, result.accuracy_centralised, result.seconds_references) == (None, None, None)
+
+
+def test_fedavg_in_int4_keeps_its_adapter_too(tmp_path: Path) -> None:
+    settings = config(tmp_path, adapter=FullConfig(), codec=CodecConfig(bits=4, down_bits=16), rounds=1)
+    result = run(settings)
+    assert (result.method, result.codec) == ("fedavg", "int4-message")
+    assert result.bytes_up == 3 * (result.payload_bytes_up + 64)
+    assert accuracy_of(Path(result.run_dir), settings) == result.accuracy
+
+
+# Runs that end early.
+
+
+def test_cat_056_an_interrupted_run_keeps_its_last_finished_round(tmp_path: Path) -> None:
+    settings = config(tmp_path, rounds=5)
+    accuracies = []
+
+    def interrupt(progress: Progress) -> None:
+        if progress.round:
+            accuracies.append(progress.accuracy)
+        if progress.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, progress=interrupt)
+    folder = only_run(tmp_path)
+    assert read_status(folder) == "stopped"
+    assert not (folder / "result.json").exists()
+    assert [row["round"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
+    assert "last finished round is in adapter/" in (folder / "log.txt").read_text()
+    assert accuracy_of(folder, settings) == accuracies[-1]
+
+
+def test_cat_056_an_interrupt_within_a_round_keeps_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nestling.engines.inprocess import InProcessEngine
+
+    real, calls, accuracies = InProcessEngine.exchange, [], []
+
+    def exchange(self: InProcessEngine, messages: dict) -> dict:
+        calls.append(messages)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, messages)
+
+    monkeypatch.setattr(InProcessEngine, "exchange", exchange)
+    settings = config(tmp_path, rounds=5)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, progress=lambda p: accuracies.append(p.accuracy))
+    folder = only_run(tmp_path)
+    assert read_status(folder) == "stopped"
+    assert accuracy_of(folder, settings) == accuracies[-1]
+
+
+def test_cat_056_an_interrupt_before_the_first_round_promises_nothing(tmp_path: Path) -> None:
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config(tmp_path), progress=interrupt)
+    folder = only_run(tmp_path)
+    assert read_status(folder) == "stopped"
+    assert not (folder / "adapter").exists()
+    assert "adapter/" not in (folder / "log.txt").read_text()
+
+
+def test_cat_049_a_run_that_gets_no_usable_reply_fails_with_its_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nestling.federation.client import Worker
+    from nestling.federation.local import Declined
+
+    def decline(self: Worker, client: int, message: bytes) -> bytes:
+        raise Declined("loss_not_finite", "loss became nan in epoch 1; lower local.lr")
+
+    monkeypatch.setattr(Worker, "handle", decline)
+    settings = config(tmp_path, rounds=9)
+    with pytest.raises(RunError) as caught:
+        run(settings)
+    assert caught.value.exit_code == 7
+    assert "lower local.lr" in str(caught.value)
+    folder = only_run(tmp_path)
+    assert read_status(folder) == "failed"
+    assert len(read_rows(folder / "metrics.jsonl")) == settings.server.patience
+    assert accuracy_of(folder, settings) == read_rows(folder / "metrics.jsonl")[-1]["accuracy"]
+    log = (folder / "log.txt").read_text()
+    assert "[loss_not_finite]" in log
+    assert "failed: " in log
+
+
+def test_cat_030_a_client_that_breaks_is_named_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nestling.federation.client import Worker
+
+    real = Worker.handle
+
+    def handle(self: Worker, client: int, message: bytes) -> bytes:
+        if client == 1:
+            raise RuntimeError("disk on fire")
+        reply = real(self, client, message)
+        return reply[:-1] if client == 2 else reply
+
+    monkeypatch.setattr(Worker, "handle", handle)
+    result = run(config(tmp_path))
+    assert result.rejected == {"client_error": 2, "length": 2}
+    folder = Path(result.run_dir)
+    rows = read_rows(folder / "bytes.jsonl")
+    assert sum(row["wire_bytes"] for row in rows) == result.bytes_up + result.bytes_down
+    up = [(row["client"], row["accepted"], row["reason"]) for row in rows if row["direction"] == "up"]
+    assert (
+        up == [(0, True, ""), (2, False, "length")] * 2
+    )  # what was refused has cost its bytes, what was not sent none
+    log = (folder / "log.txt").read_text()
+    assert "disk on fire" in log
+    assert "RuntimeError" in log
+
+
+def test_cat_066_a_place_that_cannot_be_written_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    steps: list[Progress] = []
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError) as caught:
+            run(config(out), progress=steps.append)
+        assert caught.value.exit_code == 2
+    assert steps == []
+
+
+def test_missing_data_leaves_a_folder_that_says_why(tmp_path: Path) -> None:
+    settings = config(tmp_path / "runs")
+    settings = dataclasses.replace(settings, task=dataclasses.replace(settings.task, path=str(tmp_path)))
+    with pytest.raises(ContextError):
+        run(settings)
+    folder = only_run(tmp_path / "runs")
+    assert read_status(folder) == "failed"
+    assert "Fashion-MNIST is not there" in (folder / "log.txt").read_text()
+
+
+def test_cat_064_a_full_disk_ends_the_run_as_failed_with_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nestling.adapters.latent import LatentAdapter
+
+    def full(self: LatentAdapter, folder: Path) -> None:
+        raise StorageError("could not be written", where=str(folder), remedy="Free some space.")
+
+    monkeypatch.setattr(LatentAdapter, "save_pretrained", full)
+    with pytest.raises(StorageError) as caught:
+        run(config(tmp_path))
+    assert caught.value.exit_code == 8
+    assert read_status(only_run(tmp_path)) == "failed"
+
+
+def test_a_bug_of_a_callers_callback_is_passed_on_and_written_down(tmp_path: Path) -> None:
+    def broken(progress: Progress) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError):
+        run(config(tmp_path), progress=broken)
+    folder = only_run(tmp_path)
+    assert read_status(folder) == "failed"
+    assert "ZeroDivisionError: mine" in (folder / "log.txt").read_text()
+
+
+def test_names_of_the_package_are_all_there() -> None:
+    for name in nestling.__all__:
+        assert getattr(nestling, name) is not None
+    assert set(nestling.__all__) <= set(dir(nestling))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        nestling.nonsense  # noqa: B018
