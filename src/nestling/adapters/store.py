@@ -7,6 +7,7 @@ maps. Each mismatch is an error, never a warning.
 import dataclasses
 import hashlib
 import json
+from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,14 +126,14 @@ def from_pretrained(model: nn.Module, folder: str | Path) -> "Adapter":
 def _check_size(config: AdapterConfig, path: Path) -> None:
     """Settings must not make us allocate more latents than the file can hold."""
     file = path / "adapter.safetensors"
-    room = file.stat().st_size // 4 if file.is_file() else 0
+    room = file.stat().st_size // 4 if isfile(file) else 0
     asked = config.budget or config.dim if isinstance(config, LatentConfig) else 0
     if asked > room:
         raise WireError("spec", f"asks for {asked:,} latents, {room:,} fit into the file", where=str(path))
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not isfile(path):
         raise ContextError(
             "is missing: this is not an adapter's folder", where=str(path), remedy="Give the folder of save_pretrained."
         )

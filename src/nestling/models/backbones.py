@@ -8,6 +8,7 @@ Two clients that disagree on one weight get different hashes, and refuse each ot
 import hashlib
 import json
 from collections.abc import Mapping
+from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 
 import torch
@@ -82,7 +83,7 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def read_tensors(path: Path, *, max_bytes: int = MAX_FILE) -> dict[str, Tensor]:
     """The tensors of a safetensors file of at most `max_bytes`; its header is bounded before it is parsed."""
-    if not path.is_file():
+    if not isfile(path):
         raise ContextError("there is no such file", where=str(path), remedy="Give the path of a .safetensors file.")
     size = path.stat().st_size
     with path.open("rb") as file:

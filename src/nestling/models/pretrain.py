@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from math import ceil, cos, log, pi
+from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data) ->
         return model
     recipe = json.dumps([RECIPE, asdict(config), channels, classes, torch.__version__], sort_keys=True)
     path = cache_folder() / "bases" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.safetensors"
-    if path.is_file():
+    if isfile(path):
         try:
             load_base(model, path)
             return model

