@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -211,6 +212,7 @@ def test_fashion_is_looked_for_in_the_usual_place(monkeypatch, tmp_path) -> None
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any]) -> None:
     module = ModuleType("datasets")
+    module.__spec__ = ModuleSpec("datasets", None)
     module.load_dataset = load  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
 
@@ -241,6 +243,22 @@ def test_the_hub(name, image, label, monkeypatch) -> None:
     assert test.x.shape == (1, 3, 32, 32)
     load_images(name, "/a/copy")
     assert asked == [f"uoft-cs/{name}", "/a/copy"]
+
+
+def test_fashion_comes_from_the_hub_where_it_is_not_on_disk(monkeypatch, tmp_path) -> None:
+    pixels = np.arange(784, dtype=np.uint8).reshape(28, 28)
+    part = {"image": [Image.fromarray(pixels)], "label": [7]}
+
+    def load(source: str) -> dict[str, dict[str, Any]]:
+        assert source == "zalando-datasets/fashion_mnist"
+        return {"train": part, "test": part}
+
+    hub(monkeypatch, load)
+    monkeypatch.setattr(data, "FASHION_FOLDER", tmp_path / "nowhere")
+    train, test = load_images("fashion")
+    assert test is not None
+    assert np.array_equal(train.x, pixels[None, None])
+    assert test.y.tolist() == [7]
 
 
 def test_the_hub_out_of_reach(monkeypatch) -> None:

