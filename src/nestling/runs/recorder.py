@@ -1,0 +1,341 @@
+"""The record of a run: plain files that need no service, no database and no torch to be read.
+
+| file | content |
+|---|---|
+| `config.toml`, `command.txt`, `env.json` | what was run, how, and on what |
+| `metrics.jsonl` | one object per round; a number that is not finite is written as null |
+| `bytes.jsonl` | one object per message; the server's verdict is part of it |
+| `messages/last-up.msg`, `last-down.msg` | the last message each way, if at most 1 MiB |
+| `log.txt`, `status`, `result.json` | lines with their time; one word; a `Result` |
+
+Sizes are `len(bytes)` of the messages that travelled, never an estimate; the metrics' byte columns are summed here.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+from nestling.core.errors import ContextError, WireError
+from nestling.core.files import write_atomic
+from nestling.runs.environment import describe, without_private
+from nestling.runs.folder import (
+    LineFile,
+    RunFolder,
+    Status,
+    from_json,
+    printable,
+    read_status,
+    to_json,
+)
+
+Direction = Literal["up", "down"]
+
+SCHEMA = 1
+_KEPT_MESSAGE = 1 << 20
+_NOT_NEGATIVE = (
+    "seed", "rounds", "clients", "test_items", "classes", "trainable_parameters", "payload_bytes_up",
+    "payload_bytes_down", "bytes_up", "bytes_down", "seconds", "seconds_references",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run came to, as in `result.json`. Accuracies lie in 0 … 1 and are of the last round, on `test_items`.
+
+    The three reference accuracies and `seconds_references` are None if references were skipped; `payload_bytes_*` are
+    of one client's message in one round, `bytes_*` of all messages of the run, headers included; chance is 1 / classes.
+    `model_parameters` counts all weights of the model, so that a table can say how much less is sent; None if unknown.
+    `evaluated_on` is "test", or "validation" while settings are being chosen.
+    """
+
+    name: str
+    method: str
+    adapter: str
+    codec: str
+    task: str
+    seed: int
+    rounds: int
+    clients: int
+    alpha: float | None
+    accuracy: float
+    accuracy_base: float | None
+    accuracy_local_only: float | None
+    accuracy_centralised: float | None
+    test_items: int
+    classes: int
+    trainable_parameters: int
+    payload_bytes_up: int
+    payload_bytes_down: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    seconds_references: float | None
+    run_dir: str
+    averaging_error: float | None
+    base_hash: str
+    state_digest: str
+    model_parameters: int | None = None
+    evaluated_on: str = "test"
+    rejected: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
+        return {"schema": SCHEMA, **_plain(asdict(self))}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "result.json") -> "Result":
+        """Read back what `to_dict` gave. Raises `WireError` on a missing, unknown or bad entry or another schema."""
+        if values.get("schema") != SCHEMA:
+            cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
+            raise WireError("schema", cause, where=where)
+        given = {key: value for key, value in values.items() if key != "schema"}
+        expected = {f.name: f.type for f in fields(cls)}
+        if given.keys() != expected.keys():
+            missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+            cause = (
+                f"has other entries (missing {missing[:3]}, unexpected {[printable(str(key)) for key in extra[:3]]})"
+            )
+            raise WireError("fields", cause, where=where)
+        return cls(**{name: _checked(name, given[name], kind, where) for name, kind in expected.items()})
+
+
+def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
+    """`value` if it is of the annotated kind; a whole number passes for a float, a truth value for nothing."""
+    if value is None and kind in (float | None, int | None):
+        return None
+    if kind is str and isinstance(value, str):
+        return value
+    if kind in (int, int | None) and type(value) is int:
+        number: float = value
+    elif kind in (float, float | None) and type(value) in (int, float) and math.isfinite(value):
+        value = number = float(value)
+    elif name == "rejected" and isinstance(value, dict) and all(type(n) is int and n >= 0 for n in value.values()):
+        return value
+    else:
+        raise WireError("fields", f"has an unusable value for {name}", where=where)
+    if (name in _NOT_NEGATIVE and number < 0) or (name.startswith("accuracy") and not 0 <= number <= 1):
+        raise WireError("fields", f"has {name} = {number}, which cannot be", where=where)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of any library as Python's; what is not finite as None."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(entry) for entry in value]
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+class Recorder:
+    """Writes the record of a run into its folder while the run goes on. All methods may raise `StorageError`.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from nestling.runs.folder import create
+    >>> with TemporaryDirectory() as here, create(Path(here), "demo", "c0ffee00") as folder:
+    ...     recorder = Recorder.start(folder, config="rounds = 1", command=["nestling", "run", "demo.toml"])
+    ...     recorder.message(b"12345678", round=1, direction="up", client=0, codec="float32", payload_bytes=4)
+    ...     recorder.round(1, {"accuracy": 0.5, "loss": float("nan")})
+    ...     recorder.close()
+    ...     print((folder.path / "metrics.jsonl").read_text(), end="")
+    {"round": 1, "accuracy": 0.5, "loss": null, "bytes_up": 8, "bytes_down": 0, "bytes_total": 8}
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._metrics = LineFile(folder.path / "metrics.jsonl")
+        self._bytes = LineFile(folder.path / "bytes.jsonl")
+        self._log = LineFile(folder.path / "log.txt")
+        self._sent: dict[Direction, int] = {"up": 0, "down": 0}
+        self._last: dict[Direction, bytes] = {}
+        rows = read_rows(folder.path / "metrics.jsonl")
+        self._total: int = rows[-1]["bytes_total"] if rows else 0
+
+    @classmethod
+    def start(cls, folder: RunFolder, *, config: str, command: Sequence[str]) -> "Recorder":
+        """Begin the record of a new run: the resolved configuration as TOML text, and the command as given."""
+        folder.write("config.toml", config.encode("utf-8", "surrogateescape"))
+        line = without_private(printable(" ".join(command)))
+        folder.write("command.txt", f"{line}\n".encode())
+        folder.write("env.json", to_json(describe(), indent=2).encode())
+        return cls(folder)
+
+    @classmethod
+    def resume(cls, folder: RunFolder, *, after_round: int) -> "Recorder":
+        """Go on after the round of a checkpoint: rows of later rounds, which will be run again, are dropped first."""
+        for name in ("metrics.jsonl", "bytes.jsonl"):
+            path = folder.path / name
+            kept = [row for row in read_rows(path) if row["round"] <= after_round]
+            write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept).encode())
+        folder.set_status("running")
+        recorder = cls(folder)
+        recorder.log(f"resumed after round {after_round}")
+        return recorder
+
+    def message(
+        self,
+        message: bytes,
+        *,
+        round: int,
+        direction: Direction,
+        client: int,
+        codec: str,
+        payload_bytes: int,
+        accepted: bool = True,
+        reason: str = "",
+    ) -> None:
+        """Record one message as it travelled, with the server's verdict; a refused message has cost its bytes too."""
+        row = {
+            "round": round,
+            "direction": direction,
+            "client": client,
+            "codec": codec,
+            "wire_bytes": len(message),
+            "payload_bytes": payload_bytes,
+            "accepted": accepted,
+            "reason": printable(reason),
+        }
+        self._bytes.append(to_json(_plain(row)))
+        self._sent[direction] += len(message)
+        if len(message) <= _KEPT_MESSAGE:
+            self._last[direction] = message
+
+    def round(self, number: int, values: Mapping[str, object]) -> None:
+        """Record the end of a round: `values` (accuracy, loss, seconds, …), then the bytes of this round and so far."""
+        up, down = self._sent["up"], self._sent["down"]
+        self._total += up + down
+        row = {"round": number, **values, "bytes_up": up, "bytes_down": down, "bytes_total": self._total}
+        self._metrics.append(to_json(_plain(row)))
+        self._sent = {"up": 0, "down": 0}
+        for direction, message in self._last.items():
+            self.folder.write(f"messages/last-{direction}.msg", message)
+        self._last = {}
+
+    def log(self, text: str) -> None:
+        """Add lines to `log.txt`, each with the time; control characters are escaped, so no line can be forged."""
+        now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
+        for line in text.splitlines() or [""]:
+            self._log.append(f"{now} {printable(line)}")
+
+    def finish(self, result: Result) -> None:
+        """Write the result, then say that the run is done."""
+        self.folder.write("result.json", (to_json(result.to_dict(), indent=2) + "\n").encode())
+        self.folder.set_status("done")
+        self.close()
+
+    def stop(self, status: Literal["failed", "stopped"], reason: str) -> None:
+        """Say why the run ended early; what was recorded stays."""
+        self.log(f"{status}: {reason}")
+        self.folder.set_status(status)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; the folder stays locked. Closing twice does nothing."""
+        for file in (self._metrics, self._bytes, self._log):
+            file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; none if it is absent, and a torn last line is passed over. Raises `WireError`."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was never finished
+    rows = [from_json(line, f"{printable(str(path))}, line {number}") for number, line in enumerate(lines, 1)]
+    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
+        raise WireError("rows", "has a line that is not an object with its round", where=printable(str(path)))
+    return rows
+
+
+def read_result(path: Path) -> Result:
+    """The result of a run folder. Raises `ContextError` if the run has none yet, `WireError` if it is damaged."""
+    file = path / "result.json"
+    try:
+        data = file.read_bytes()
+    except (OSError, ValueError) as error:
+        remedy = "The run is not finished: see 'nestling ls', or continue it with 'nestling resume'."
+        raise ContextError("has no result", where=printable(str(path)), remedy=remedy) from error
+    values = from_json(data, printable(str(file)))
+    if not isinstance(values, dict):
+        raise WireError("fields", "is not an object", where=printable(str(file)))
+    return Result.from_dict(values, where=printable(str(file)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All messages of one direction and codec: how many, their sizes, and their bytes together."""
+
+    direction: str
+    codec: str
+    messages: int
+    smallest: int
+    largest: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A finished run as read back from its folder; `refused` are the rows of messages the server did not use."""
+
+    path: Path
+    status: Status
+    result: Result
+    config: str
+    command: str
+    environment: Mapping[str, Any]
+    metrics: list[dict[str, Any]]
+    traffic: list[Traffic]
+    refused: list[dict[str, Any]]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a finished run. Raises `ConfigError` (no run folder), `ContextError` (no result), `WireError` (damaged)."""
+    status, result = read_status(path), read_result(path)
+    environment = from_json(_text(path / "env.json") or "{}", "env.json")
+    messages = read_rows(path / "bytes.jsonl")
+    return RunRecord(
+        path,
+        status,
+        result,
+        config=_text(path / "config.toml"),
+        command=_text(path / "command.txt").strip(),
+        environment=environment if isinstance(environment, dict) else {},
+        metrics=read_rows(path / "metrics.jsonl"),
+        traffic=_traffic(messages, str(path)),
+        refused=[row for row in messages if not row["accepted"]],
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", "backslashreplace") if path.exists() else ""
+
+
+def _traffic(messages: list[dict[str, Any]], where: str) -> list[Traffic]:
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for row in messages:
+        wire, payload = row.get("wire_bytes"), row.get("payload_bytes")
+        if type(wire) is not int or type(payload) is not int or not {"accepted", "reason", "client"} <= row.keys():
+            raise WireError("rows", "has a line that is not a message", where=f"{printable(where)}/bytes.jsonl")
+        groups.setdefault((str(row.get("direction")), str(row.get("codec"))), []).append((wire, payload))
+    return [
+        Traffic(
+            direction,
+            codec,
+            messages=len(sizes),
+            smallest=min(wire for wire, _ in sizes),
+            largest=max(wire for wire, _ in sizes),
+            payload_bytes=sum(payload for _, payload in sizes),
+            wire_bytes=sum(wire for wire, _ in sizes),
+        )
+        for (direction, codec), sizes in sorted(groups.items())
+    ]

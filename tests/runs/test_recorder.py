@@ -1,0 +1,226 @@
+"""The record of a run: what is written is what is read, sizes are lengths, and no NaN gets into a file."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.runs.folder import create, open_run, read_status
+from nestling.runs.recorder import Recorder, Result, Traffic, read_result, read_rows, read_run
+
+RESULT = Result(
+    name="demo",
+    method="flite",
+    adapter="latent",
+    codec="int4-message",
+    task="digits",
+    seed=2**64 - 1,
+    rounds=2,
+    clients=2,
+    alpha=0.1,
+    accuracy=0.9,
+    accuracy_base=0.3,
+    accuracy_local_only=None,
+    accuracy_centralised=0.95,
+    test_items=100,
+    classes=10,
+    trainable_parameters=1280,
+    payload_bytes_up=648,
+    payload_bytes_down=5120,
+    bytes_up=1424,
+    bytes_down=10368,
+    seconds=1.5,
+    seconds_references=None,
+    run_dir="demo",
+    averaging_error=1e-7,
+    base_hash="ab" * 32,
+    state_digest="cd" * 32,
+    model_parameters=78042,
+    rejected={"not_finite": 1},
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with create(tmp_path, "demo", "c0ffee") as made:
+        yield made
+
+
+def start(folder):
+    return Recorder.start(folder, config='name = "demo"\n', command=["nestling", "run", "a b\n\x1b[31m"])
+
+
+def exchange(recorder, number, *, up=b"u" * 12, accepted=True):
+    recorder.message(b"d" * 9, round=number, direction="down", client=0, codec="float32", payload_bytes=4)
+    recorder.message(
+        up,
+        round=number,
+        direction="up",
+        client=0,
+        codec="int4-message",
+        payload_bytes=5,
+        accepted=accepted,
+        reason="" if accepted else "\x1b[2Jnot_finite",
+    )
+
+
+def test_a_run_is_read_back_as_written(folder):
+    recorder = start(folder)
+    exchange(recorder, 1)
+    recorder.round(1, {"accuracy": np.float32(0.5), "loss": float("nan"), "per_client": [1, math.inf]})
+    exchange(recorder, 2, accepted=False)
+    recorder.round(2, {"accuracy": 0.75, "loss": 0.1, "note": "ok", "replies": np.int64(1)})
+    recorder.finish(RESULT)
+    run = read_run(folder.path)
+    assert run.status == "done"
+    assert run.result == RESULT
+    assert run.config == 'name = "demo"\n'
+    assert run.command == r"nestling run a b\n\x1b[31m"
+    assert run.environment["packages"]["nestling"]
+    assert run.metrics[0] == {
+        "round": 1,
+        "accuracy": 0.5,
+        "loss": None,
+        "per_client": [1, None],
+        "bytes_up": 12,
+        "bytes_down": 9,
+        "bytes_total": 21,
+    }
+    assert run.metrics[1]["bytes_total"] == 42
+    assert run.traffic == [Traffic("down", "float32", 2, 9, 9, 8, 18), Traffic("up", "int4-message", 2, 12, 12, 10, 24)]
+    assert [(row["round"], row["client"], row["reason"]) for row in run.refused] == [(2, 0, r"\x1b[2Jnot_finite")]
+    assert (folder.path / "messages" / "last-up.msg").read_bytes() == b"u" * 12
+    assert (folder.path / "messages" / "last-down.msg").read_bytes() == b"d" * 9
+
+
+def test_only_messages_of_at_most_one_mebibyte_are_kept(folder):
+    recorder = start(folder)
+    exchange(recorder, 1, up=bytes(2**20 + 1))
+    recorder.round(1, {})
+    assert not (folder.path / "messages" / "last-up.msg").exists()
+    exchange(recorder, 2, up=bytes(2**20))
+    recorder.round(2, {})
+    assert (folder.path / "messages" / "last-up.msg").stat().st_size == 2**20
+
+
+def test_a_resumed_record_equals_an_unbroken_one(tmp_path):
+    with create(tmp_path, "whole", "c0ffee") as folder:
+        recorder = start(folder)
+        for number in (1, 2, 3):
+            exchange(recorder, number)
+            recorder.round(number, {"accuracy": number / 10})
+    whole = folder.path
+    with create(tmp_path, "broken", "c0ffee") as folder:
+        recorder = start(folder)
+        for number in (1, 2):
+            exchange(recorder, number)
+            recorder.round(number, {"accuracy": number / 10})
+        exchange(recorder, 3)  # killed in the third round, with the second not yet in a checkpoint
+        (folder.path / "metrics.jsonl").open("a").write('{"round": 3, "acc')
+    with open_run(folder.path) as folder:
+        recorder = Recorder.resume(folder, after_round=1)
+        for number in (2, 3):
+            exchange(recorder, number)
+            recorder.round(number, {"accuracy": number / 10})
+    for name in ("metrics.jsonl", "bytes.jsonl"):
+        assert (folder.path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_log_line_cannot_be_forged(folder):
+    recorder = start(folder)
+    recorder.log("first\nsecond \x1b[31m\r2026-01-01 done")
+    recorder.stop("failed", "no replies")
+    lines = (folder.path / "log.txt").read_text().split("\n")
+    assert len(lines) == 5
+    assert lines[1].endswith(r"second \x1b[31m")
+    assert lines[3].endswith("failed: no replies")
+    assert read_status(folder.path) == "failed"
+
+
+def test_values_that_are_not_plain_are_refused(folder):
+    with pytest.raises(TypeError, match="not a plain value"):
+        start(folder).round(1, {"model": object()})
+
+
+def test_a_run_without_a_result_and_a_folder_without_a_run(folder, tmp_path):
+    start(folder).close()
+    with pytest.raises(ContextError, match="no result"):
+        read_run(folder.path)
+    with pytest.raises(ConfigError, match="not a run"):
+        read_run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"round": 1}', '{"round": 1, "wire_bytes": "9", "payload_bytes": 4}', "[1]", '{"round": "1"}', '{"round": true}'],
+)
+def test_a_damaged_row_is_named(folder, line):
+    recorder = start(folder)
+    recorder.finish(RESULT)
+    (folder.path / "bytes.jsonl").write_text(line + "\n")
+    with pytest.raises(WireError, match=r"bytes\.jsonl"):
+        read_run(folder.path)
+
+
+def test_a_result_survives_json():
+    assert Result.from_dict(json.loads(json.dumps(RESULT.to_dict()))) == RESULT
+
+
+@given(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+def test_an_optional_number_that_is_not_finite_becomes_null(number):
+    values = dataclasses.replace(RESULT, averaging_error=number, accuracy_centralised=number).to_dict()
+    assert values["averaging_error"] is None
+    assert "NaN" not in json.dumps(values)
+    assert Result.from_dict(values).accuracy_centralised is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schema", 2),
+        ("schema", None),
+        ("accuracy", None),
+        ("accuracy", 1.5),
+        ("accuracy", "0.5"),
+        ("accuracy_base", -0.1),
+        ("seed", True),
+        ("seed", -1),
+        ("seed", 1.0),
+        ("seconds", float("inf")),
+        ("rejected", {"a": -1}),
+        ("rejected", {"a": True}),
+        ("rejected", [1]),
+        ("name", None),
+        ("alpha", "0.1"),
+        ("unknown", 1),
+    ],
+)
+def test_a_result_with_a_wrong_entry_is_refused(name, value):
+    with pytest.raises(WireError):
+        Result.from_dict({**RESULT.to_dict(), name: value})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Result)])
+def test_a_result_that_lacks_an_entry_is_refused(name):
+    values = RESULT.to_dict()
+    del values[name]
+    with pytest.raises(WireError):
+        Result.from_dict(values)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"schema": NaN}', "[" * 100_000])
+def test_a_damaged_result_is_a_wire_error(folder, text):
+    (folder.path / "result.json").write_text(text)
+    with pytest.raises(WireError):
+        read_result(folder.path)
+
+
+def test_rows_of_an_absent_file_and_a_torn_line(tmp_path):
+    assert read_rows(tmp_path / "none") == []
+    (tmp_path / "rows").write_text('{"round": 1}\n{"rou')
+    assert read_rows(tmp_path / "rows") == [{"round": 1}]
