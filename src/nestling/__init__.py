@@ -7,11 +7,20 @@ Names are loaded when they are used, so that `nestling --help` does not wait for
 """
 
 import os as _os
+import sys as _sys
+import warnings as _warnings
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 # Before torch: its OpenMP threads otherwise spin while they wait, which makes training many times slower as soon as
 # two clients (or any other program) share the cores.
+if "torch" in _sys.modules and "OMP_WAIT_POLICY" not in _os.environ:
+    _warnings.warn(
+        "torch was imported before nestling, so its idle threads spin; training is slow when cores are shared. "
+        "Import nestling first, or set OMP_WAIT_POLICY=passive and GOMP_SPINCOUNT=0.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _os.environ.setdefault("GOMP_SPINCOUNT", "0")
 

@@ -16,7 +16,7 @@ from nestling.codec.message import state_digest
 from nestling.codec.quantise import body_size
 from nestling.config.load import dump_config
 from nestling.config.schema import RunConfig
-from nestling.core.errors import NestlingError
+from nestling.core.errors import NestlingError, RunError
 from nestling.core.types import Failure, Progress
 from nestling.federation.client import Worker
 from nestling.federation.loop import Round, run_rounds
@@ -121,6 +121,7 @@ def _run(
     tell("federating")
     started = time.perf_counter()
     last: Round | None = None
+    ever_used = False
     totals, refusals = Counter[str](), Counter[str]()
     for done in run_rounds(
         parts.server,
@@ -139,7 +140,14 @@ def _run(
         worker.adapter.load_vector(parts.server.state)
         worker.adapter.save_pretrained(folder.path / "adapter")
         tell("federating", done)
-    assert last is not None
+        ever_used = ever_used or done.used
+    if last is None or not ever_used:
+        reasons = (
+            ", ".join(f"{code} ×{count}" for code, count in refusals.most_common(3)) or "the mean was out of bounds"
+        )
+        raise RunError(
+            f"no round had enough usable replies ({reasons})", where="run", remedy="See log.txt in the run's folder."
+        )
     seconds = time.perf_counter() - started
 
     sizes = plan(config)

@@ -13,6 +13,7 @@ from torch import nn
 from nestling.adapters.base import attach
 from nestling.adapters.latent import latent_layout
 from nestling.adapters.targets import find_norms, find_weights, select
+from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.codec.quantise import Limits, body_size
 from nestling.config.schema import LatentConfig, RunConfig
 from nestling.core.errors import ConfigError
@@ -72,11 +73,18 @@ def build(config: RunConfig) -> Parts:
     channels, _, classes = SHAPES[config.task.data]
     _check_base_data(config)
     task = make_task(config.task, seed=config.seed, device=config.machine.device)
-    base = make_base(config.base, channels=channels, classes=classes, data=lambda: _pretraining_data(config))
+    base = make_base(
+        config.base,
+        channels=channels,
+        classes=classes,
+        data=lambda: _pretraining_data(config),
+        source=_pretraining_path(config),
+    )
     base.to(config.machine.device)
     hashed = base_hash(base)
     models = [_worker_copy(base, share=isinstance(config.adapter, LatentConfig)) for _ in range(config.machine.workers)]
     adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
+    _payloads(config, adapters[0].layout)
     weigh_all = config.server.weighting == "examples"
     agreement = Agreement(
         layout=adapters[0].layout,
@@ -95,8 +103,12 @@ def build(config: RunConfig) -> Parts:
 
 
 def run_id(config: RunConfig) -> str:
-    """Names the run in every message: a digest of all that decides its result, so one seed gives one set of bytes."""
-    decides = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("machine", "name")}
+    """Names the run in every message: a digest of all that decides its result, so one seed gives one set of bytes.
+
+    Not of where things lie: the base counts by its hash, which is in every message besides.
+    """
+    decides = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("machine", "name", "base")}
+    decides["task"].pop("path")
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -112,6 +124,18 @@ def check_device(device: str) -> None:
         ) from error
 
 
+def _payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
+    """Bytes of a message's body up and down; `ConfigError` if one would not fit a message."""
+    up, down = body_size(config.codec.up, layout), body_size(config.codec.down, layout)
+    if max(up, down) + HEADER_SIZE > LARGEST:
+        raise ConfigError(
+            f"{layout.size:,} numbers do not fit a message of at most {LARGEST:,} bytes",
+            where="adapter",
+            remedy="Train fewer numbers, or send fewer bits.",
+        )
+    return up, down
+
+
 def _check_base_data(config: RunConfig) -> None:
     source = config.base.pretrain_on
     if config.base.weights or source == "none":
@@ -125,10 +149,12 @@ def _check_base_data(config: RunConfig) -> None:
 
 
 def _pretraining_data(config: RunConfig) -> tuple:
-    source = config.base.pretrain_on
-    same_place = config.task.path if source == config.task.data else ""
-    images, _ = load_images(source, same_place)
+    images, _ = load_images(config.base.pretrain_on, _pretraining_path(config))
     return images.x, images.y
+
+
+def _pretraining_path(config: RunConfig) -> str:
+    return config.task.path if config.base.pretrain_on == config.task.data else ""
 
 
 def _worker_copy(model: nn.Module, *, share: bool) -> nn.Module:
@@ -169,8 +195,6 @@ def plan(config: RunConfig) -> Plan:
     >>> nestling.plan(nestling.load_config("flite-cifar100-resnet18")).payload_bytes_up
     5120
     """
-    from nestling.codec.message import HEADER_SIZE
-
     channels, _, classes = SHAPES[config.task.data]
     with torch.device("meta"):
         model = make_resnet(config.base.model, width=config.base.width, channels=channels, classes=classes, seed=0)
@@ -179,14 +203,14 @@ def plan(config: RunConfig) -> Plan:
     adapter = config.adapter
     if isinstance(adapter, LatentConfig):
         mapped = find_weights(model, adapter.targets, adapter.exclude)
-        norms = find_norms(model) if adapter.train_norms else []
+        norms = find_norms(model, mapped) if adapter.train_norms else []
         layout = latent_layout(mapped, norms, adapter)
         adapted = sum(t.base.numel() for t in mapped + norms)
     else:
         names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
         layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
         adapted = layout.size
-    up, down = body_size(config.codec.up, layout), body_size(config.codec.down, layout)
+    up, down = _payloads(config, layout)
     asked = config.server.clients_per_round or config.task.clients
     factor = 4 * adapted / up
     return Plan(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import nestling
 from nestling.adapters.base import Adapter, averaging_error
+from nestling.adapters.frozen import Frozen
 from nestling.adapters.full import FullAdapter
 from nestling.adapters.latent import LatentAdapter
 from nestling.config.schema import FullConfig, LatentConfig
@@ -22,6 +23,8 @@ class Power:
 
     averages_exactly = True
     base_hash = ""
+    config = LatentConfig()
+    frozen = Frozen(nn.Linear(1, 1))
     spec: dict[str, Any] = {}  # noqa: RUF012
     layout = Layout.of([("w", (2,))])
 
@@ -40,7 +43,9 @@ class Power:
     def trainable(self) -> list[nn.Parameter]:
         return []
 
-    def detach(self) -> None: ...
+    def save_pretrained(self, folder: object) -> None: ...
+
+    def detach(self, *, merge: bool = False) -> None: ...
 
 
 def test_attach_gives_the_class_of_the_settings_and_the_hash() -> None:

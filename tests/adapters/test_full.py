@@ -109,3 +109,18 @@ def test_a_deep_copy_is_an_ordinary_model_with_what_was_learnt() -> None:
     second.detach()
     adapter.detach()
     assert not torch.equal(twin(x), model(x))
+
+
+def test_what_was_trained_can_be_kept_and_a_detached_adapter_writes_no_more() -> None:
+    model = nn.Linear(2, 2)
+    adapter = nestling.attach(model, FullConfig())
+    trained = adapter.vector() + 1
+    adapter.load_vector(trained)
+    adapter.detach(merge=True)
+    assert np.array_equal(model.weight.detach().numpy().reshape(-1), trained[:4])
+    with pytest.raises(ConfigError, match="was taken off"):
+        adapter.load_vector(trained)
+    with torch.no_grad():
+        model.weight.zero_()
+    adapter.detach()
+    assert not model.weight.any()

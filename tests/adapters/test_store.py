@@ -290,3 +290,14 @@ def test_places_that_cannot_be_written(tmp_path, config, monkeypatch) -> None:
     with pytest.raises(StorageError, match="No space"):
         adapter.save_pretrained(tmp_path / "a")
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+
+
+@pytest.mark.parametrize("config", [LatentConfig(dim=2), FullConfig(targets=("0.*",))])
+def test_an_adapter_whose_base_was_changed_is_not_saved(config, tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    adapter = nestling.attach(model, config)
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(ContextError, match="frozen base has changed"):
+        adapter.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -121,7 +121,7 @@ def test_norms_are_found_by_their_kind_and_tied_ones_once() -> None:
         nn.LayerNorm(2), nn.RMSNorm(2), nn.BatchNorm1d(2), nn.LayerNorm(2, elementwise_affine=False), nn.Linear(2, 2)
     )
     model[2].weight = model[0].weight
-    found = find_norms(model)
+    found = find_norms(model, [])
     assert [t.name for t in found] == ["0.weight", "0.bias", "1.weight", "2.bias"]
     assert [place.module for place in found[0].places] == [model[0], model[2]]
-    assert find_norms(nn.Linear(2, 2)) == []
+    assert find_norms(nn.Linear(2, 2), []) == []

@@ -99,7 +99,7 @@ def test_an_error_is_one_line_on_the_standard_error_and_its_code(
     def fail(args: list[str]) -> int:
         raise error("is wrong", where="here", remedy="Mend it.")
 
-    monkeypatch.setitem(COMMANDS, "ls", fail)
+    monkeypatch.setattr("nestling.cli.show.ls", fail)
     assert main(["ls"]) == error("x").exit_code
     assert capsys.readouterr() == ("", "nestling: here: is wrong. Mend it.\n")
 
@@ -108,7 +108,7 @@ def test_cat_056_an_interrupt_is_exit_130(monkeypatch: pytest.MonkeyPatch, capsy
     def interrupted(args: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "ls", interrupted)
+    monkeypatch.setattr("nestling.cli.show.ls", interrupted)
     assert main(["ls"]) == 130
     assert capsys.readouterr() == ("", "nestling: interrupted\n")
 
@@ -117,7 +117,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(args: list[str]) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(COMMANDS, "ls", broken)
+    monkeypatch.setattr("nestling.cli.show.ls", broken)
     with pytest.raises(ZeroDivisionError):
         main(["ls"])
 

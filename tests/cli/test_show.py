@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -85,7 +86,31 @@ def test_ls_keeps_a_long_name_whole_in_a_pipe(
     name = "flite-cifar100-resnet18--20260101-000000--abcd"
     shutil.copytree(run, tmp_path / name)
     assert main(["ls", str(tmp_path)]) == 0
-    assert name in capsys.readouterr().out
+    out, _ = capsys.readouterr()
+    assert name in out
+    assert all(heading in out for heading in ("status", "round", "accuracy", "bytes", "age"))
+    assert "…" not in out
+    assert len({len(line) for line in out.splitlines()}) == 1
+
+
+def test_a_name_writes_to_the_terminal_what_can_be_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "a\x1b[31m[b]:cat:--20260101-000000--abcd"))
+    shown = "a\\x1b[31m[b]:cat:--20260101-000000--abcd"
+    path = folder / "messages" / "a\x1b[31m.msg"
+    path.write_bytes((run / "messages" / "last-up.msg").read_bytes())
+    for words, code, part in (
+        (["ls", str(tmp_path)], 0, shown),
+        (["report", str(folder)], 0, shown),
+        (["message", str(path)], 0, "a\\x1b[31m.msg"),
+        (["message", str(folder / "no\x1b.msg")], 3, "no\\x1b.msg"),
+        (["report", str(folder), "--out", str(folder / "no\x1b")], 2, "no\\x1b"),
+    ):
+        assert main(words) == code
+        said = "".join(capsys.readouterr())
+        assert part in said
+        assert "\x1b" not in said
 
 
 @pytest.mark.parametrize(
@@ -97,6 +122,8 @@ def test_ls_keeps_a_long_name_whole_in_a_pipe(
         ("metrics.jsonl", b"[1, 2]\n"),
         ("metrics.jsonl", b'{"round": 1, "accuracy": NaN}\n'),
         ("metrics.jsonl", b"\x00\n"),
+        ("metrics.jsonl", b'{"round": 1, "accuracy": "abc"}\n'),
+        ("metrics.jsonl", b'{"round": 1, "accuracy": 1' + b"0" * 400 + b"}\n"),
     ],
 )
 def test_cat_069_ls_shows_a_damaged_run_beside_the_good_one(
@@ -211,6 +238,18 @@ def test_cat_069_a_run_without_a_result_or_with_a_damaged_one(copied: Path, caps
     assert "no run to show has a result" in capsys.readouterr().err
 
 
+def test_report_shows_nothing_from_outside_the_folder(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("root:x:0")
+    (copied / "config.toml").unlink()
+    (copied / "config.toml").symlink_to(tmp_path / "secret")
+    (copied / "report.html").unlink()
+    assert main(["report", str(copied)]) == 5
+    assert "config.toml: cannot be read" in capsys.readouterr().err
+    assert not (copied / "report.html").exists()
+
+
 # message
 
 
@@ -264,3 +303,22 @@ def test_a_message_that_is_not_there_is_exit_3(tmp_path: Path, capsys: pytest.Ca
         assert main(["message", str(missing)]) == 3
         assert "there is no such file. See messages/ in a run's folder." in capsys.readouterr().err
     assert main(["message"]) == 2
+
+
+def test_a_file_larger_than_any_message_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "large.msg").open("wb") as file:
+        file.truncate(2**32)  # takes no space
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("was read"))
+    assert main(["message", str(tmp_path / "large.msg")]) == 5
+    assert "at most 4,294,967,295 bytes" in capsys.readouterr().err
+
+
+def test_a_message_behind_a_link_is_shown_and_a_pipe_is_not_waited_for(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link.msg").symlink_to(run / "messages" / "last-up.msg")
+    os.mkfifo(tmp_path / "pipe.msg")
+    assert main(["message", str(tmp_path / "link.msg")]) == 0
+    assert main(["message", str(tmp_path / "pipe.msg")]) == 3

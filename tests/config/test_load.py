@@ -189,7 +189,7 @@ latents = st.integers(1, 10_000).flatmap(
 )  # fmt: skip
 tasks = st.builds(
     TaskConfig, data=st.sampled_from(["digits", "fashion", "cifar10", "cifar100"]), path=words, clients=counts,
-    partition=st.sampled_from(["dirichlet", "iid"]), alpha=positive,
+    partition=st.sampled_from(["dirichlet", "iid"]), alpha=st.floats(min_value=1e-300, max_value=1e4),
     evaluate_on=st.sampled_from(["test", "validation"]),
 )  # fmt: skip
 bases = st.builds(

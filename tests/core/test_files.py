@@ -2,13 +2,14 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestling.core import errors
+from nestling.core import errors, files
 from nestling.core.errors import ConfigError, NestlingError, RunError, StorageError, WireError
 from nestling.core.files import make_folder, write_atomic
 
@@ -64,7 +65,6 @@ def test_links_are_replaced_and_not_followed(tmp_path) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"keep")
     (tmp_path / "file").symlink_to(precious)
-    (tmp_path / f".file.tmp.{os.getpid()}").symlink_to(precious)
     write_atomic(tmp_path / "file", b"new")
     assert precious.read_bytes() == b"keep"
     assert not (tmp_path / "file").is_symlink()
@@ -72,20 +72,21 @@ def test_links_are_replaced_and_not_followed(tmp_path) -> None:
     assert names(tmp_path) == ["file", "precious"]
 
 
-def test_a_link_planted_in_the_last_moment_is_not_followed(tmp_path, monkeypatch) -> None:
+def test_a_link_planted_under_the_temporary_name_is_not_followed(tmp_path, monkeypatch) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"keep")
-    planted = tmp_path / f".file.tmp.{os.getpid()}"
-    planted.symlink_to(precious)
-    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # as if it came after the tidying up
+    monkeypatch.setattr(files, "token_hex", lambda n: "guessed")
+    (tmp_path / ".file.tmp.guessed").symlink_to(precious)
     with pytest.raises(StorageError, match="exists"):
         write_atomic(tmp_path / "file", b"new")
     assert precious.read_bytes() == b"keep"
 
 
-def test_what_a_killed_process_left_is_no_hindrance(tmp_path) -> None:
-    (tmp_path / f".file.tmp.{os.getpid()}").write_bytes(b"half")
-    write_atomic(tmp_path / "file", b"whole")
+def test_two_writers_of_one_file_do_not_meet(tmp_path) -> None:
+    path = tmp_path / "file"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: write_atomic(path, bytes([i]) * 1000), range(100)))
+    assert len(set(path.read_bytes())) == 1
     assert names(tmp_path) == ["file"]
 
 

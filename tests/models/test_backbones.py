@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nestling.core.errors import ContextError, NestlingError, WireError
+from nestling.core.errors import ConfigError, ContextError, NestlingError, WireError
 from nestling.models.backbones import base_bytes, base_hash, load_base, read_tensors
 
 
@@ -198,3 +198,15 @@ def test_a_file_larger_than_allowed_is_refused_unread(tmp_path) -> None:
     assert set(read_tensors(path, max_bytes=path.stat().st_size)) == set(model_of().state_dict())
     with pytest.raises(WireError, match="at most"):
         read_tensors(path, max_bytes=path.stat().st_size - 1)
+
+
+def test_extra_state_counts_and_what_has_no_content_is_refused() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": self.in_features}
+
+    first, second = Extra(2, 2), nn.Linear(2, 2)
+    second.load_state_dict({n: t for n, t in first.state_dict().items() if n != "_extra_state"})
+    assert base_hash(first) == base_hash(first) != base_hash(second)
+    with pytest.raises(ConfigError, match="no content"):
+        base_hash(nn.Linear(2, 2, device="meta"))

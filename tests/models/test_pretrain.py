@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.config.schema import BaseConfig
-from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.core.errors import ContextError, WireError
 from nestling.models.backbones import base_bytes, base_hash
 from nestling.models.pretrain import _scaled, augmented, cache_folder, make_base, pretrain
 from nestling.models.resnet import ResNet, make_resnet
@@ -204,11 +204,21 @@ def test_where_the_cache_is(monkeypatch, tmp_path) -> None:
     assert cache_folder() == tmp_path / ".cache" / "nestling"
 
 
-def test_a_cache_that_cannot_be_written_is_a_setting_to_change(monkeypatch, tmp_path) -> None:
+def test_a_cache_that_cannot_be_written_costs_a_warning_and_not_the_run(monkeypatch, tmp_path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NESTLING_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="cannot be written"):
-        made(Blobs(classes=2, items=120), CONFIG, 2)
+    with pytest.warns(UserWarning, match=r"not kept for the next run.*cannot be written"):
+        base = made(Blobs(classes=2, items=120), CONFIG, 2)
+    monkeypatch.setenv("NESTLING_CACHE", str(tmp_path / "cache"))
+    assert base_hash(base) == base_hash(made(Blobs(classes=2, items=120), CONFIG, 2))
+
+
+def test_data_from_another_place_makes_another_base(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("NESTLING_CACHE", str(tmp_path))
+    for source in ("", "/here", "/there", "/here"):
+        data = Blobs(classes=2, items=120)
+        make_base(CONFIG, channels=1, classes=2, data=data, source=source)
+    assert len(list((tmp_path / "bases").iterdir())) == 3
 
 
 @pytest.fixture

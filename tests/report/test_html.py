@@ -70,14 +70,32 @@ def test_the_page_stands_alone(result, run_of, tmp_path):
     assert "<script" not in html
     assert "@import" not in html
     assert "url(" not in re.sub(r"url\(#\w+\)", "", html)
-    for part in ("Results", "Accuracy against bytes", "What was run", "Bytes of each kind", "rejected", "Environment"):
+    for part in (
+        "Results",
+        "Accuracy against bytes",
+        "What was run",
+        "Bytes of each kind",
+        "without a usable reply",
+        "Environment",
+    ):
         assert part in html
 
 
 def test_the_numbers_are_in_it(result, run_of):
-    text = " ".join(Page(render(compare([run_of(result(rejected={"not_finite": 3}))]))).text.split())
+    text = text_of(run_of(result(rejected={"not_finite": 3})))
     for part in ("flite, int4-message", "90.0", "648 B", "5,120 B", "35,376 B", "712 B", "3 × not_finite", "CPython"):
         assert part in text
+
+
+def text_of(path):
+    return " ".join(Page(render(compare([path]))).text.split())
+
+
+def test_who_sent_nothing_is_kept_apart_from_what_was_rejected(result, run_of):
+    text = text_of(run_of(result(rejected={"not_finite": 3, "no_data": 2, "loss_not_finite": 1})))
+    assert "Declined, nothing was sent: 1 × loss_not_finite, 2 × no_data Rejected: 3 × not_finite round" in text
+    assert "Rejected:" not in text_of(run_of(result(rejected={"no_data": 2}), reason=""))
+    assert "Declined" not in text_of(run_of(result(rejected={"not_finite": 3})))
 
 
 def test_a_run_without_rejections_or_environment(result, run_of):

@@ -77,6 +77,8 @@ def test_somebody_elses_checkout_and_a_broken_one_say_nothing(tmp_path):
         ('password = "a b"\nlr = 1', "password = ***\nlr = 1"),
         ('{"api_key": "abc", "b": 1}', '{"api_key": ***, "b": 1}'),
         ("max_tokens = 5", "max_tokens = 5"),
+        (f"my_token{' ' * 40}={' ' * 40}abc", f"my_token{' ' * 40}={' ' * 40}***"),
+        ("_" * 200_000, "_" * 200_000),  # minutes, if each start of a name is read to its end
     ],
 )
 def test_homes_and_secrets_are_taken_out(text, expected):

@@ -20,17 +20,19 @@ from nestling.runs.folder import (
     from_json,
     last_line,
     list_runs,
-    open_run,
     printable,
+    read_file,
+    read_lines,
     read_status,
+    row_of,
     to_json,
 )
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from nestling.runs.folder import open_run
-folder = open_run(Path(sys.argv[1]))
+from nestling.runs.folder import create
+folder = create(Path(sys.argv[1]), "demo", "c0ffee")
 print("held", flush=True)
 time.sleep(60)
 """
@@ -165,32 +167,27 @@ def test_files_respect_the_umask(tmp_path):
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
-    create(tmp_path, "demo", "c0ffee").close()
-    path = list_runs(tmp_path)[0].path
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline().strip() == "held"
+        (run,) = list_runs(tmp_path)
+        assert run.status == "running"
         with pytest.raises(RunError, match=f"process {holder.pid}") as caught:
-            open_run(path)
+            folders._take_lock(run.path)
         assert caught.value.exit_code == 6
-        assert list_runs(tmp_path)[0].status == "running"
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
     assert list_runs(tmp_path)[0].status == "stopped"
-    open_run(path).close()
+    os.close(folders._take_lock(run.path))
 
 
-def test_one_process_cannot_open_a_run_twice_but_may_after_closing(tmp_path):
+def test_closing_a_run_frees_it(tmp_path):
     folder = create(tmp_path, "demo", "c0ffee")
-    with pytest.raises(RunError, match=str(os.getpid())):
-        open_run(folder.path)
     folder.close()
     folder.close()
-    (folder.path / ".result.json.tmp.1").write_text("litter of a killed writer")
-    open_run(folder.path).close()
-    assert not list(folder.path.glob(".*.tmp.*"))
+    os.close(folders._take_lock(folder.path))
 
 
 def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
@@ -222,7 +219,7 @@ def test_list_runs_shows_damage_and_passes_over_strangers(tmp_path):
 
 
 def test_no_folder_is_a_config_error(tmp_path):
-    for call in (list_runs, open_run, read_status):
+    for call in (list_runs, read_status):
         with pytest.raises(ConfigError):
             call(tmp_path / "nowhere")
 
@@ -259,10 +256,30 @@ def test_last_line_longer_than_one_read(tmp_path):
     assert last_line(path) == (b"x" * 200_000, 200_003)
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "1e999", "-1e999", "{", "", b"\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "[Infinity]",
+        "1e999",
+        "-1e999",
+        "{",
+        "",
+        b"\xff",
+        "[" * 100_000,
+        str(2**64),
+        str(-(2**63) - 1),
+        "9" * 5000,
+        "[" * 500 + "]" * 500,
+    ],
+)
 def test_what_is_not_strict_json_is_refused(text):
     with pytest.raises(WireError):
         from_json(text, "here")
+
+
+def test_a_seed_may_be_the_largest_word():
+    assert from_json(str(2**64 - 1), "here") == 2**64 - 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -284,5 +301,75 @@ def test_a_second_opener_waits_less_than_two_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.time, "sleep", waits.append)
     folder = create(tmp_path, "demo", "c0ffee")
     with pytest.raises(RunError):
-        open_run(folder.path)
+        folders._take_lock(folder.path)
     assert 0 < sum(waits) < 1
+
+
+# A run of somebody else's
+
+
+@pytest.fixture
+def traps(tmp_path):
+    """What may lie in the place of a file: each would be followed, waited for or read without end."""
+    (tmp_path / "secret").write_text("done\n")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)  # takes no space
+    names = ("link", "dangling", "endless", "pipe", "folder", "large", "absent", "zero\0byte", "x" * 300)
+    return [tmp_path / name for name in names]
+
+
+def test_only_a_regular_file_within_its_bound_is_read(traps, tmp_path):
+    for trap in traps:
+        for read in (lambda path: read_file(path, 5), lambda path: list(read_lines(path)), last_line):
+            with pytest.raises(WireError) as caught:
+                read(trap)
+            assert caught.value.code == "damaged"
+    assert read_file(tmp_path / "secret", 5) == b"done\n"
+    with pytest.raises(WireError, match="at most 4 bytes"):
+        read_file(tmp_path / "secret", 4)
+
+
+@pytest.mark.parametrize("name", ["status", "metrics.jsonl", "run.lock"])
+def test_a_trap_damages_one_run_and_hides_no_other(tmp_path, traps, name):
+    out = tmp_path / "runs"
+    for number, trap in enumerate([None, *traps[:6]]):
+        with create(out, f"run-{number}", "c0ffee", now=datetime(2026, 1, 1 + number)) as folder:
+            LineFile(folder.path / "metrics.jsonl").append('{"round": 1}')
+            if trap:
+                (folder.path / name).unlink()
+                trap.rename(folder.path / name)
+    assert [run.name for run in list_runs(out)] == [f"run-{number}" for number in range(7)]
+    assert {run.status for run in list_runs(out)[1:]} == {"stopped" if name == "run.lock" else "damaged"}
+    assert list_runs(out)[0].status == "stopped"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, end):
+    path = tmp_path / "rows"
+    path.write_bytes(b"a\n" + b"x" * 2**23 + end)
+    for read in (last_line, lambda path: list(read_lines(path))):
+        with pytest.raises(WireError, match="a line of over"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"round": None}, {"round": True}, {"round": -1}, {"round": 10**30}, {"accuracy": "abc"}, {"accuracy": [1]},
+        {"accuracy": 1.5}, {"accuracy": 10**400}, {"bytes_up": "x"}, {"bytes_up": -1}, {"bytes_down": None},
+        {"bytes_total": 10**400}, {"bytes_total": 2.5}, {"wire_bytes": 2**64},
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_computed_with_is_refused_and_hides_no_run(tmp_path, columns):
+    line = to_json({"round": 1, **columns})
+    with pytest.raises(WireError):
+        row_of(line.encode(), "here")
+    for name in ("bad", "good"):
+        with create(tmp_path, name, "c0ffee", now=datetime(2026, 1, 1)) as folder:
+            LineFile(folder.path / "metrics.jsonl").append(line if name == "bad" else '{"round": 1, "accuracy": null}')
+    assert [run.status for run in list_runs(tmp_path)] == ["damaged", "stopped"]

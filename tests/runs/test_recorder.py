@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.core.errors import ConfigError, ContextError, WireError
-from nestling.runs.folder import create, open_run, read_status
+from nestling.runs.folder import create, read_status
 from nestling.runs.recorder import Recorder, Result, Traffic, read_result, read_rows, read_run
 
 RESULT = Result(
@@ -42,6 +43,11 @@ RESULT = Result(
     state_digest="cd" * 32,
     model_parameters=78042,
     rejected={"not_finite": 1},
+)
+
+MESSAGE = (
+    '{"round": 1, "direction": "up", "client": 0, "codec": "x", "wire_bytes": 12, "payload_bytes": 4, '
+    '"accepted": true, "reason": ""}'
 )
 
 
@@ -94,6 +100,7 @@ def test_a_run_is_read_back_as_written(folder):
     assert run.metrics[1]["bytes_total"] == 42
     assert run.traffic == [Traffic("down", "float32", 2, 9, 9, 8, 18), Traffic("up", "int4-message", 2, 12, 12, 10, 24)]
     assert [(row["round"], row["client"], row["reason"]) for row in run.refused] == [(2, 0, r"\x1b[2Jnot_finite")]
+    assert run.refusals == {r"\x1b[2Jnot_finite": 1}
     assert (folder.path / "messages" / "last-up.msg").read_bytes() == b"u" * 12
     assert (folder.path / "messages" / "last-down.msg").read_bytes() == b"d" * 9
 
@@ -106,29 +113,6 @@ def test_only_messages_of_at_most_one_mebibyte_are_kept(folder):
     exchange(recorder, 2, up=bytes(2**20))
     recorder.round(2, {})
     assert (folder.path / "messages" / "last-up.msg").stat().st_size == 2**20
-
-
-def test_a_resumed_record_equals_an_unbroken_one(tmp_path):
-    with create(tmp_path, "whole", "c0ffee") as folder:
-        recorder = start(folder)
-        for number in (1, 2, 3):
-            exchange(recorder, number)
-            recorder.round(number, {"accuracy": number / 10})
-    whole = folder.path
-    with create(tmp_path, "broken", "c0ffee") as folder:
-        recorder = start(folder)
-        for number in (1, 2):
-            exchange(recorder, number)
-            recorder.round(number, {"accuracy": number / 10})
-        exchange(recorder, 3)  # killed in the third round, with the second not yet in a checkpoint
-        (folder.path / "metrics.jsonl").open("a").write('{"round": 3, "acc')
-    with open_run(folder.path) as folder:
-        recorder = Recorder.resume(folder, after_round=1)
-        for number in (2, 3):
-            exchange(recorder, number)
-            recorder.round(number, {"accuracy": number / 10})
-    for name in ("metrics.jsonl", "bytes.jsonl"):
-        assert (folder.path / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_log_line_cannot_be_forged(folder):
@@ -155,9 +139,56 @@ def test_a_run_without_a_result_and_a_folder_without_a_run(folder, tmp_path):
         read_run(tmp_path / "nowhere")
 
 
+def test_of_many_refused_messages_the_first_are_kept_and_all_are_counted(folder):
+    recorder = start(folder)
+    for number in range(1, 31):
+        exchange(recorder, number, accepted=False)
+    recorder.finish(RESULT)
+    run = read_run(folder.path)
+    assert [row["round"] for row in run.refused] == list(range(1, 21))
+    assert sum(run.refusals.values()) == 30
+
+
+@pytest.mark.parametrize(
+    "name", ["status", "result.json", "config.toml", "command.txt", "env.json", "metrics.jsonl", "bytes.jsonl"]
+)
+def test_no_file_of_a_run_is_followed_waited_for_or_read_without_end(folder, tmp_path, name):
+    recorder = start(folder)
+    exchange(recorder, 1)
+    recorder.round(1, {})
+    recorder.finish(RESULT)
+    path, copy = folder.path / name, tmp_path / "copy"
+    path.rename(copy)
+    for make in (lambda: path.symlink_to(copy), lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(WireError, match="cannot be read"):
+            read_run(folder.path)
+        path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2**29)  # takes no space
+    with pytest.raises(WireError, match="at most"):
+        read_run(folder.path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(WireError, match="directory"):
+        read_run(folder.path)
+
+
 @pytest.mark.parametrize(
     "line",
-    ['{"round": 1}', '{"round": 1, "wire_bytes": "9", "payload_bytes": 4}', "[1]", '{"round": "1"}', '{"round": true}'],
+    [
+        '{"round": 1}',
+        '{"round": 1, "wire_bytes": "9", "payload_bytes": 4}',
+        "[1]",
+        '{"round": "1"}',
+        '{"round": true}',
+        MESSAGE.replace('"client": 0', '"client": {"a": 1}'),
+        MESSAGE.replace('"up"', '["up"]'),
+        MESSAGE.replace("true", "1"),
+        MESSAGE.replace('""', "null"),
+        MESSAGE.replace("12", str(10**400)),
+        MESSAGE.replace("12", "-12"),
+    ],
 )
 def test_a_damaged_row_is_named(folder, line):
     recorder = start(folder)
@@ -192,6 +223,9 @@ def test_an_optional_number_that_is_not_finite_becomes_null(number):
         ("seed", -1),
         ("seed", 1.0),
         ("seconds", float("inf")),
+        ("seconds", 1e300),
+        ("clients", 2**64),
+        ("model_parameters", -1),
         ("rejected", {"a": -1}),
         ("rejected", {"a": True}),
         ("rejected", [1]),

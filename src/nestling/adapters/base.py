@@ -5,13 +5,16 @@ a message.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestling.adapters.frozen import Frozen
 from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig
+from nestling.core.errors import ConfigError
 from nestling.core.vectors import Layout, Vector
 
 
@@ -22,9 +25,11 @@ class Adapter(Protocol):
     `averages_exactly` says that averaging vectors is averaging the models they stand for.
     """
 
+    config: AdapterConfig
     layout: Layout
     averages_exactly: bool
     base_hash: str
+    frozen: Frozen
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -47,8 +52,12 @@ class Adapter(Protocol):
         """What to hand to an optimiser."""
         ...
 
-    def detach(self) -> None:
-        """Take the adapter off: the model is the base again, bit for bit."""
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the state, the settings, the base's hash and a model card into `folder`."""
+        ...
+
+    def detach(self, *, merge: bool = False) -> None:
+        """Take the adapter off: the model is the base again, bit for bit; with `merge` it keeps the adapted weights."""
         ...
 
 
@@ -59,6 +68,9 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
         model: any module; all its other parameters are frozen until `detach()`.
         config: `LatentConfig` (FLITE) or `FullConfig`.
         base_hash: of the model, if known already (it is computed otherwise).
+
+    Adapted weights are seen by forward passes (calling the model or any module inside it), not by methods of yours that
+    read weights without one. `torch.compile` runs; `torch.export`, `vmap` and tracing do not.
 
     Raises:
         ConfigError: a pattern matches nothing, the model carries an adapter already, or a weight cannot be adapted.
@@ -74,7 +86,10 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
 
     if isinstance(config, LatentConfig):
         return LatentAdapter(model, config, base_hash=base_hash)
-    assert isinstance(config, FullConfig)
+    if not isinstance(config, FullConfig):
+        raise ConfigError(
+            f"{config!r} is not a configuration", where="attach", remedy="Give LatentConfig() or FullConfig()."
+        )
     return FullAdapter(model, config, base_hash=base_hash)
 
 

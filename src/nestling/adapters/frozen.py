@@ -4,7 +4,7 @@ An adapter stands for a change of a *frozen* base. Layers that keep running stat
 in every training pass, and no message carries that; so they work as in `eval()` until the adapter comes off.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from weakref import WeakSet
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nestling.core.errors import ConfigError
+from nestling.models.backbones import hash_of_state
 
 _TRAINED: WeakSet[nn.Module] = WeakSet()
 """Modules whose own parameters are trained (`FullConfig`); a copy of one is an ordinary module again."""
@@ -22,7 +23,9 @@ class AdapterHook:
 
 
 class Frozen:
-    """The state of a model from `attach` to `detach`. Raises `ConfigError` if the model carries an adapter already.
+    """The state of a model from `attach` to `detach`.
+
+    `trained` are the parameters that do change (`FullConfig`), as they were.
 
     >>> model = nn.Linear(2, 2)
     >>> frozen = Frozen(model)
@@ -33,24 +36,23 @@ class Frozen:
     True
     """
 
-    def __init__(self, model: nn.Module, *, trained: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, *, trained: Mapping[str, Tensor] | None = None) -> None:
         self.model = model
+        self._trained = dict(trained or {})
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self._buffers = {name: buffer.detach().clone() for name, buffer in _kept_buffers(model)}
-        chosen = set(trained)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in chosen)
-        self._owners = [model.get_submodule(name.rpartition(".")[0]) for name in chosen]
+            parameter.requires_grad_(name in self._trained)
+        self._owners = [model.get_submodule(name.rpartition(".")[0]) for name in self._trained]
         _TRAINED.update(self._owners)
         statistics = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         self._handles = [handle for m in statistics for handle in _keep_in_eval(m)]
 
-    def changed_buffer(self) -> str:
-        """Name of a buffer that is no longer as it was, or an empty text."""
-        for name, buffer in _kept_buffers(self.model):
-            if name in self._buffers and not torch.equal(buffer, self._buffers[name].to(buffer)):
-                return name
-        return ""
+    def hash_now(self) -> str:
+        """The base's hash, were it computed now: as at `attach` unless something else has written to the model."""
+        before = {id(self.model.get_parameter(name)): tensor for name, tensor in self._trained.items()}
+        state = self.model.state_dict(keep_vars=True)  # tied weights stand there once under each of their names
+        return hash_of_state({name: before.get(id(tensor), tensor) for name, tensor in state.items()})
 
     def release(self) -> None:
         """Each parameter is as trainable as it was before, each buffer holds what it held."""

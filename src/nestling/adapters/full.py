@@ -33,7 +33,8 @@ class FullAdapter:
         self.base_hash = base_hash or hash_of(model)
         self.layout = Layout.of([(name, model.get_parameter(name).shape) for name in self._names])
         self._base = {name: model.get_parameter(name).detach().clone() for name in self._names}
-        self.frozen = Frozen(model, trained=self._names)
+        self.frozen = Frozen(model, trained=self._base)
+        self._attached = True
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -50,7 +51,10 @@ class FullAdapter:
         return self.layout.pack({n: p.detach().float().cpu().numpy() for n, p in self._parameters.items()})
 
     def load_vector(self, vector: np.ndarray | Tensor) -> None:
-        """Set the parameters. Raises `ContextError` if the length differs, `WireError` if a number is not finite."""
+        """Set the parameters. Raises `ContextError` if the length differs, `WireError` if a number is not finite,
+        `ConfigError` after `detach()`."""
+        if not self._attached:
+            raise ConfigError("was taken off", where="adapter", remedy="Attach one again.")
         arrays = self.layout.unpack(check_vector(vector, self.layout))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -68,11 +72,15 @@ class FullAdapter:
         """Write the parameters, the settings, the base's hash and a model card into `folder`."""
         save_adapter(self, folder)
 
-    def detach(self) -> None:
-        """The model is the base again, bit for bit."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._base[name])
+    def detach(self, *, merge: bool = False) -> None:
+        """The model is the base again, bit for bit; with `merge` it keeps what was trained. Twice does nothing more."""
+        if not self._attached:
+            return
+        self._attached = False
+        if not merge:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(self._base[name])
         self.frozen.release()
 
 

@@ -40,12 +40,10 @@ class LatentAdapter:
     an adapter already.
     """
 
-    averages_exactly = True
-
     def __init__(self, model: nn.Module, config: LatentConfig, *, base_hash: str | None = None) -> None:
         self.config = replace(config, seed=config.seed or 0)
         mapped = find_weights(model, config.targets, config.exclude)
-        norms = find_norms(model) if config.train_norms else []
+        norms = find_norms(model, mapped) if config.train_norms else []
         self._targets = mapped + norms
         refuse_second_adapter(model)
         self.base_hash = base_hash or hash_of(model)
@@ -55,6 +53,8 @@ class LatentAdapter:
         self._made: dict[int, _Made] = {}
         self._depth, self._shown_version, self._shown_with_graph = 0, 0, False
         self.frozen = Frozen(model)
+        # In half precision the adapted weights are rounded after the map, and a mean of rounded ones is another number.
+        self.averages_exactly = all(t.base.dtype in (torch.float32, torch.float64) for t in self._targets)
         self._handles = [handle for module in model.modules() for handle in self._hook(module)]
 
     @property
@@ -94,7 +94,8 @@ class LatentAdapter:
         n = len(self._maps)
         latents = self.z[: sum(m.dim for m in self._maps)]
         mapped = sign_map(latents, self._maps, [t.base.detach() for t in self._targets[:n]])
-        tensors = list(mapped) + [self._weight(i) for i in range(n, len(self._targets))]
+        tensors = [_padding_kept(w, t) for w, t in zip(mapped, self._targets, strict=False)]
+        tensors += [self._weight(i) for i in range(n, len(self._targets))]
         return {target.name: tensor for target, tensor in zip(self._targets, tensors, strict=True)}
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -102,7 +103,12 @@ class LatentAdapter:
         save_adapter(self, folder)
 
     def detach(self, *, merge: bool = False) -> None:
-        """Take the adapter off. The model is the base again, bit for bit; with `merge` it keeps the adapted weights."""
+        """Take the adapter off. The model is the base again, bit for bit; with `merge` it keeps the adapted weights.
+
+        Taking it off twice does nothing more.
+        """
+        if not self._handles:
+            return
         if merge:
             with torch.no_grad():
                 adapted = self.weights()
@@ -110,6 +116,7 @@ class LatentAdapter:
                     target.base.copy_(adapted[target.name])
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._hide()
         self.frozen.release()
         self._made.clear()
@@ -119,7 +126,7 @@ class LatentAdapter:
         target = self._targets[index]
         base, z = target.base.detach(), self._latent(index)
         if index < len(self._maps):
-            return sign_map_one(z, self._maps[index], base)
+            return _padding_kept(sign_map_one(z, self._maps[index], base), target)
         wide = base.to(torch.promote_types(base.dtype, torch.float32))
         return (wide + z.view(base.shape).to(base.device)).to(base.dtype)
 
@@ -154,9 +161,23 @@ class LatentAdapter:
                 place.module.__dict__.pop(place.attribute, None)
 
 
+def _padding_kept(weight: Tensor, target: Target) -> Tensor:
+    """The row of an embedding's padding index is never trained, so it stays as in the base."""
+    for place in target.places:
+        padding = getattr(place.module, "padding_idx", None)
+        if isinstance(place.module, nn.Embedding) and padding is not None:
+            rows = torch.tensor([padding], device=weight.device)
+            return weight.index_copy(0, rows, target.base.detach()[rows])
+    return weight
+
+
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """An adapted tensor and what it was made from. z is compared by content: `.data` writes leave no other trace."""
+    """An adapted tensor and what it was made from.
+
+    z is compared by content, since writes through `.data` leave no other trace; the base is frozen and is not, so such
+    a write to it goes unseen.
+    """
 
     weight: Tensor
     z: Tensor
@@ -179,6 +200,7 @@ class _Show(AdapterHook):
     def __init__(self, adapter: LatentAdapter, inside: list[tuple[int, Place]], *, is_root: bool) -> None:
         self.adapter, self.inside, self.is_root = adapter, inside, is_root
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: object) -> None:
         adapter = self.adapter
         if self.is_root:
@@ -201,6 +223,7 @@ class _Hide:
     def __init__(self, adapter: LatentAdapter) -> None:
         self.adapter = adapter
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         self.adapter._depth -= 1
         if self.adapter._depth <= 0:
@@ -215,7 +238,7 @@ def latent_layout(mapped: list[Target], norms: list[Target], config: LatentConfi
 
 
 def latent_counts(sizes: list[int], config: LatentConfig) -> list[int]:
-    """How many latents each tensor gets: `dim`, or its share of `budget` by the square root of its size.
+    """How many latents each tensor gets: `dim` (at most its size), or its share of `budget` by the root of its size.
 
     Shares are rounded down in integer arithmetic and what is left goes to the largest remainders, so that every client
     counts alike; each tensor gets at least one. The paper gives every layer the same; equal bytes serve large layers
@@ -225,7 +248,7 @@ def latent_counts(sizes: list[int], config: LatentConfig) -> list[int]:
     ([10, 20], [8, 8])
     """
     if not config.budget:
-        return [config.dim] * len(sizes)
+        return [min(config.dim, size) for size in sizes]
     if config.budget < len(sizes):
         raise ConfigError(
             f"{config.budget} latents for {len(sizes)} tensors",
@@ -250,7 +273,9 @@ def _map_of(target: Target, dim: int, config: LatentConfig) -> SignMap:
             where=target.name,
             remedy="Exclude it in adapter.exclude, or initialise it.",
         )
-    return make_map(config.seed, target.name, rows=target.base.numel(), dim=dim, rank=config.rank or dim, scale=scale)
+    return make_map(
+        config.seed, target.name, rows=target.base.numel(), dim=dim, rank=min(config.rank or dim, dim), scale=scale
+    )
 
 
 def root_mean_square(tensor: Tensor) -> float:

@@ -50,20 +50,20 @@ def save_adapter(adapter: "Adapter", folder: str | Path) -> None:
     """Write `adapter.safetensors`, `adapter.json` and `README.md` into `folder`, which is made if need be.
 
     Raises `ConfigError` if the folder cannot be made or written, `StorageError` if the disk is full, `ContextError` if
-    a buffer of the base has changed since `attach`, because the adapter would give other outputs on the base as it was.
+    the base is no longer the one that the adapter was attached to, because it would give other outputs on that one.
     """
-    if changed := adapter.frozen.changed_buffer():  # type: ignore[attr-defined]
+    if adapter.frozen.hash_now() != adapter.base_hash:
         raise ContextError(
-            "this buffer of the frozen base has changed, which no adapter holds",
-            where=changed,
-            remedy="Keep the module that writes it in eval() while training.",
+            "the frozen base has changed since the adapter was attached, and no adapter holds that change",
+            where="save_pretrained",
+            remedy="Load weights before attaching; keep modules that write buffers in eval() while training.",
         )
     path = make_folder(Path(folder))
     vector = adapter.vector()
     arrays = adapter.layout.unpack(vector)
     about = {
         "format": FORMAT,
-        "config": dataclasses.asdict(adapter.config),  # type: ignore[attr-defined]
+        "config": dataclasses.asdict(adapter.config),
         "spec": adapter.spec,
         "base_hash": adapter.base_hash,
         "layout": [[name, list(shape)] for name, shape in adapter.layout],

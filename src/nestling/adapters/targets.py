@@ -69,6 +69,9 @@ def _any(name: str, patterns: tuple[str, ...]) -> bool:
 def find_weights(model: nn.Module, targets: tuple[str, ...], exclude: tuple[str, ...]) -> list[Target]:
     """The weights of Conv, Linear and Embedding modules whose module name matches, once each.
 
+    Weights of other kinds of module are not found, among them the joint q, k, v weight of `nn.MultiheadAttention` and
+    those of recurrent layers.
+
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [t.name for t in find_weights(model, ("*",), ())]
     ['0.weight', '2.weight']
@@ -96,19 +99,19 @@ def find_weights(model: nn.Module, targets: tuple[str, ...], exclude: tuple[str,
     return list(found.values())
 
 
-def find_norms(model: nn.Module) -> list[Target]:
-    """The scales and shifts of the normalisation layers: all parameters of modules named …Norm.
+def find_norms(model: nn.Module, mapped: list[Target]) -> list[Target]:
+    """The scales and shifts of the normalisation layers: all parameters of modules named …Norm, save those in `mapped`.
 
-    >>> [t.name for t in find_norms(nn.Sequential(nn.GroupNorm(2, 4)))]
+    >>> [t.name for t in find_norms(nn.Sequential(nn.GroupNorm(2, 4)), [])]
     ['0.weight', '0.bias']
     """
-    places = _places(model)
+    places, known = _places(model), {id(target.base) for target in mapped}
     found: dict[int, Target] = {}
     for name, module in model.named_modules():
         if "Norm" not in type(module).__name__:
             continue
         for attribute, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in known:
                 found.setdefault(id(parameter), Target(f"{name}.{attribute}".lstrip("."), places[id(parameter)]))
     return list(found.values())
 

@@ -5,8 +5,10 @@ Nothing here imports torch; a verb that needs it does so when it is called, so `
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from nestling.core.errors import NestlingError
 
@@ -33,64 +35,17 @@ usable replies, 8 the disk is full, 130 interrupted
 """
 
 
-def _new(args: Sequence[str]) -> int:
-    from nestling.cli.show import new
-
-    return new(args)
-
-
-def _plan(args: Sequence[str]) -> int:
-    from nestling.cli.show import show_plan
-
-    return show_plan(args)
-
-
-def _run(args: Sequence[str]) -> int:
-    from nestling.cli.run import run
-
-    return run(args)
-
-
-def _demo(args: Sequence[str]) -> int:
-    from nestling.cli.demo import demo
-
-    return demo(args)
-
-
-def _ls(args: Sequence[str]) -> int:
-    from nestling.cli.show import ls
-
-    return ls(args)
-
-
-def _report(args: Sequence[str]) -> int:
-    from nestling.cli.show import report
-
-    return report(args)
-
-
-def _message(args: Sequence[str]) -> int:
-    from nestling.cli.show import message
-
-    return message(args)
-
-
-def _doctor(args: Sequence[str]) -> int:
-    from nestling.cli.doctor import doctor
-
-    return doctor(args)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "new": _new,
-    "plan": _plan,
-    "run": _run,
-    "demo": _demo,
-    "ls": _ls,
-    "report": _report,
-    "message": _message,
-    "doctor": _doctor,
+COMMANDS = {
+    "new": "nestling.cli.show:new",
+    "plan": "nestling.cli.show:show_plan",
+    "run": "nestling.cli.run:run",
+    "demo": "nestling.cli.demo:demo",
+    "ls": "nestling.cli.show:ls",
+    "report": "nestling.cli.show:report",
+    "message": "nestling.cli.show:message",
+    "doctor": "nestling.cli.doctor:doctor",
 }
+"""Where each verb's function lives; it is imported when it is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,11 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nestling: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, and quietly
         print("nestling: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `| head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is not None:  # of some file: a bug of ours that a traceback should show
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"nestling: the output cannot be written ({error.strerror})", file=sys.stderr)
+        return 8
     except SystemExit as error:  # from tyro: 0 after its help, 2 for a flag; from rich: 1 if the pipe is closed
         return 0 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
 
@@ -131,4 +93,5 @@ def _dispatch(args: list[str]) -> int:
 
         print(f"nestling: {args[0]!r} is not a command. {near(args[0], list(COMMANDS))}", file=sys.stderr)
         return 2
-    return COMMANDS[args[0]](args[1:])
+    module, function = COMMANDS[args[0]].split(":")
+    return int(getattr(import_module(module), function)(args[1:]))

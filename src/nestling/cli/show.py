@@ -103,7 +103,7 @@ def ls(args: Sequence[str]) -> int:
 
     command = tyro.cli(tyro.conf.FlagCreatePairsOff[Ls], args=list(args), prog="nestling ls")
     from nestling.report.tables import human_bytes, human_seconds
-    from nestling.runs.folder import list_runs
+    from nestling.runs.folder import list_runs, printable
 
     runs = list_runs(Path(command.folder))
     if command.json:
@@ -113,17 +113,20 @@ def ls(args: Sequence[str]) -> int:
     table = Table()
     table.add_column("run", no_wrap=True, overflow="fold")  # what `report` is given: whole, also in a narrow terminal
     for heading in ("status", "round", "accuracy", "bytes", "age"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for run in runs:
         table.add_row(
-            run.path.name,
-            f"{run.status}{f' ({run.note})' if run.note else ''}",
+            Text(printable(run.path.name)),
+            Text(f"{run.status}{f' ({run.note})' if run.note else ''}"),
             "–" if run.round is None else str(run.round),
             "–" if run.accuracy is None else f"{run.accuracy:.2%}",
             "–" if run.wire_bytes is None else human_bytes(run.wire_bytes),
             human_seconds(max(0.0, time.time() - run.modified)),
         )
-    Console().print(table, markup=False)
+    console = Console()
+    if not console.is_terminal:  # a program reads this: a line per run, nothing cut
+        console.width = 1 << 14
+    console.print(table)
     return 0
 
 
@@ -144,6 +147,7 @@ def report(args: Sequence[str]) -> int:
     from nestling.report import tables
     from nestling.report.html import write_report
     from nestling.report.plots import accuracy_against_bytes
+    from nestling.runs.folder import printable
 
     printers = {"markdown": tables.to_markdown, "latex": tables.to_latex}
     if command.format not in ("table", "csv", *printers):
@@ -155,7 +159,7 @@ def report(args: Sequence[str]) -> int:
     folders = [Path(run) for run in command.runs]
     out = Path(command.out) if command.out else folders[0] if len(folders) == 1 else Path()
     if command.out and not out.is_dir():
-        raise ConfigError("is not a folder", where=str(out), remedy="Make it first.")
+        raise ConfigError("is not a folder", where=printable(str(out)), remedy="Make it first.")
     comparison = write_report(folders, out / "report.html")
     accuracy_against_bytes(
         [run.result for run in comparison.runs],
@@ -172,7 +176,7 @@ def report(args: Sequence[str]) -> int:
     for warning in comparison.warnings:
         Console(stderr=True).print(f"note: {warning}", style="yellow", markup=False)
     if command.format == "table":
-        print(f"{out / 'report.html'}")
+        print(printable(str(out / "report.html")))
     return 0
 
 
@@ -188,15 +192,15 @@ def message(args: Sequence[str]) -> int:
         """Print one JSON object."""
 
     command = tyro.cli(tyro.conf.FlagCreatePairsOff[Message], args=list(args), prog="nestling message")
-    from nestling.codec.message import HEADER_SIZE, peek
+    from nestling.codec.message import HEADER_SIZE, LARGEST, peek
+    from nestling.runs.folder import printable, read_file
 
     path = Path(command.file)
     if not os.path.isfile(path):  # Path.is_file raises on names that are too long
-        raise ContextError("there is no such file", where=str(path), remedy="See messages/ in a run's folder.")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot be read ({error.strerror})", where=str(path)) from error
+        raise ContextError(
+            "there is no such file", where=printable(str(path)), remedy="See messages/ in a run's folder."
+        )
+    data = read_file(path.resolve(), LARGEST)  # resolved: the caller may name a link
     header = dataclasses.asdict(peek(data))
     for key in ("context", "digest"):
         header[key] = header[key].hex()
@@ -204,7 +208,7 @@ def message(args: Sequence[str]) -> int:
     if command.json:
         print(json.dumps(header))
         return 0
-    table = Table(title=Text(path.name), show_header=False)
+    table = Table(title=Text(printable(path.name)), show_header=False)
     for key, value in header.items():
         table.add_row(key, f"{value:,}" if type(value) is int and key != "client" else str(value))
     Console().print(table)

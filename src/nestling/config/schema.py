@@ -109,6 +109,8 @@ class FullConfig:
 AdapterConfig = LatentConfig | FullConfig
 
 DATA_SETS = ("digits", "fashion", "cifar10", "cifar100")
+LARGEST_ALPHA = 1e4
+"""Shares are all but equal by then, and drawing them takes time in proportion."""
 MODELS = ("resnet8", "resnet18", "resnet34")
 
 
@@ -134,6 +136,10 @@ class TaskConfig:
         _is_text("task.path", self.path)
         _count("task.clients", self.clients, 1)
         _at_least("task.alpha", self.alpha, 0, strict=True)
+        if self.alpha > LARGEST_ALPHA:
+            raise ConfigError(
+                f"{self.alpha:g} is not allowed", where="task.alpha", remedy='Give up to 10,000, or partition = "iid".'
+            )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from secrets import token_hex
 
 from nestling.core.errors import ConfigError, StorageError
 
@@ -16,7 +17,7 @@ def make_folder(path: Path) -> Path:
     """`path` as a folder that can be written; parents are made. Raises `ConfigError` if that cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-test-{os.getpid()}"
+        probe = path / f".write-test-{token_hex(8)}"
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as error:
@@ -29,10 +30,8 @@ def make_folder(path: Path) -> Path:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace the content of `path` by `data`, whole or not at all. Raises `StorageError` if the disk refuses."""
-    temporary = path.with_name(f".{path.name}.tmp.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp.{token_hex(8)}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()  # of a process with our number that was killed
         # O_EXCL and O_NOFOLLOW: a link planted under that name is not followed.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:

@@ -10,13 +10,14 @@ import json
 from collections.abc import Mapping
 from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from nestling.core.errors import ContextError, WireError
+from nestling.core.errors import ConfigError, ContextError, WireError
 
 MAX_FILE = 64 << 30
 HASH_KEY = "nestling_base_hash"
@@ -29,12 +30,24 @@ def base_hash(model: nn.Module) -> str:
     >>> base_hash(a) == base_hash(a), base_hash(a) == base_hash(b)
     (True, False)
     """
-    return _hash(model.state_dict())
+    return hash_of_state(model.state_dict())
 
 
-def _hash(tensors: Mapping[str, Tensor]) -> str:
+def hash_of_state(state: Mapping[str, Any]) -> str:
+    """`base_hash` of a model with this `state_dict()`. Extra state that is not a tensor counts by its JSON.
+
+    Raises `ConfigError` if a tensor has no content (on the meta device), or extra state no JSON.
+    """
     digest = hashlib.sha256(b"nestling-base/v1\0")
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(state.items()):
+        if not isinstance(tensor, Tensor):
+            try:
+                digest.update(json.dumps([name, tensor], sort_keys=True).encode() + b"\0")
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"has extra state that cannot be hashed ({error})", where=name) from error
+            continue
+        if tensor.is_meta:
+            raise ConfigError("has no content yet", where=name, remedy="Load the weights before attaching an adapter.")
         head = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
         digest.update(head.encode() + b"\0")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -45,7 +58,7 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
 def base_bytes(model: nn.Module) -> bytes:
     """The model's tensors as the content of a safetensors file, their hash in its metadata."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    return save(tensors, metadata={HASH_KEY: _hash(tensors)})
+    return save(tensors, metadata={HASH_KEY: hash_of_state(tensors)})
 
 
 def load_base(model: nn.Module, path: Path) -> None:
@@ -71,7 +84,7 @@ def load_base(model: nn.Module, path: Path) -> None:
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise WireError("non_finite", f"{name} holds NaN or infinity", where=str(path))
-    if (stated := _metadata(path).get(HASH_KEY)) and stated != _hash(tensors):
+    if (stated := _metadata(path).get(HASH_KEY)) and stated != hash_of_state(tensors):
         raise WireError("damaged", "its tensors are not those that were saved", where=str(path))
     model.load_state_dict(tensors)
 

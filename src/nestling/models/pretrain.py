@@ -7,6 +7,7 @@ refused. Trained on one thread: on one machine a recipe always gives the same by
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from math import ceil, cos, log, pi
@@ -39,11 +40,13 @@ def cache_folder() -> Path:
     """Where bases are kept: $NESTLING_CACHE, else $XDG_CACHE_HOME/nestling, else ~/.cache/nestling."""
     if own := os.environ.get("NESTLING_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nestling"
 
 
-def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data) -> ResNet:
+def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "") -> ResNet:
     """The frozen network of a run: from `config.weights`, from the cache, or trained now on `data`.
+
+    `source` names where the data comes from, if not from its usual place: another source is another base.
 
     Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
     """
@@ -53,14 +56,14 @@ def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data) ->
         return model
     if config.pretrain_on == "none" or config.epochs == 0:
         return model
-    recipe = json.dumps([RECIPE, asdict(config), channels, classes, torch.__version__], sort_keys=True)
+    recipe = json.dumps([RECIPE, asdict(config), source, channels, classes, torch.__version__], sort_keys=True)
     path = cache_folder() / "bases" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.safetensors"
     if isfile(path):
         try:
             load_base(model, path)
             return model
         except NestlingError:
-            path.unlink()  # damaged: made again below
+            path.unlink(missing_ok=True)  # damaged: made again below
     x, y = data()
     if int(y.max()) + 1 > classes:
         # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
@@ -72,8 +75,10 @@ def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data) ->
         model.load_state_dict({**other.state_dict(), "head.weight": head})
     else:
         pretrain(model, x, y, config)
-    make_folder(path.parent)
-    write_atomic(path, base_bytes(model))
+    try:
+        write_atomic(make_folder(path.parent) / path.name, base_bytes(model))
+    except NestlingError as error:  # the cache is a convenience: the run goes on with what it has
+        warnings.warn(f"the base is not kept for the next run: {error}", stacklevel=2)
     return model
 
 

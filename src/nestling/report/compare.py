@@ -68,7 +68,7 @@ def differences(configs: Sequence[str], results: Sequence[Result]) -> list[str]:
 def _settings(text: str) -> Iterator[tuple[str, str]]:
     try:
         yield from _flat(tomllib.loads(text), "")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number of 5,000 digits
         yield "the configuration itself", "one cannot be read"
 
 

@@ -4,6 +4,7 @@ Everything that came from a run is text to the template (autoescape is on); cont
 home folders, passwords and tokens are taken out. The page forbids itself scripts and connections.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from nestling.report.tables import HEADINGS, by_method, cells, human_bytes, huma
 from nestling.runs.environment import without_private
 from nestling.runs.folder import printable
 from nestling.runs.recorder import RunRecord, Traffic
-
-_MOST_REFUSED = 20
 
 
 def write_report(run_dirs: Sequence[Path], path: Path) -> Comparison:
@@ -85,9 +84,11 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         "facts": facts,
         "config": run.config,
         "command": run.command,
-        "rejected": sorted(result.rejected.items()),
-        "refused": run.refused[:_MOST_REFUSED],
-        "unshown": max(0, len(run.refused) - _MOST_REFUSED),
+        # Who declined has sent nothing: such a client is in the result's counts only.
+        "declined": sorted((Counter(result.rejected) - Counter(run.refusals)).items()),
+        "rejected": sorted(run.refusals.items()),
+        "refused": run.refused,
+        "unshown": sum(run.refusals.values()) - len(run.refused),
     }
 
 

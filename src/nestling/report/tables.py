@@ -38,8 +38,8 @@ _REFERENCES: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
 class Row:
     """One line of the table: `accuracies` over seeds, empty if unknown; costs are None for a reference row.
 
-    `payload_up` and `payload_down` are of one client's message in one round; `factor` is how many times less they are,
-    together, than all weights of the model as float32; `wire_bytes` and `seconds` are of a whole run (mean over seeds).
+    `payload_up` and `payload_down` are of one client's message in one round; `factor` is how many times less the
+    former is than all weights of the model as float32; `wire_bytes` and `seconds` are of a whole run (mean over seeds).
     """
 
     label: str
@@ -187,7 +187,7 @@ def _method_row(label: str, group: Sequence[Result], results: Sequence[Result]) 
         payload_down=down,
         wire_bytes=round(fmean(result.bytes_up + result.bytes_down for result in group)),
         seconds=fmean(result.seconds for result in group),
-        factor=2 * 4 * weights / (up + down) if weights and up + down else None,
+        factor=4 * weights / up if weights and up else None,
     )
 
 
@@ -220,7 +220,7 @@ def caption_of(results: Sequence[Result]) -> str:
         "; ".join(part for part in intervals if part),
         "Up and down: the payload of one client's message in one round; total: every byte on the wire in the whole run,"
         " headers included",
-        "less: how many times fewer payload bytes than all weights of the model as float32"
+        "less: how many times smaller the payload up is than all weights of the model as float32"
         if any(row.factor for row in rows)
         else "",
     ]

@@ -21,8 +21,9 @@ _SETTINGS = (
 
 _HOME = re.compile(r"(?:/home|/Users)/[^/\s'\":,]+|[A-Za-z]:\\Users\\[^\\\s'\":,]+|(?<![\w.-])/root(?![\w.-])")
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_SECRET = re.compile(
-    r"(?im)((?:^|[\s.\-_\"'{,])(?:api[_-]?key|access[_-]?key|[\w-]*token|[\w-]*secret|password|passwd)[\"']?\s*[=:\s]\s*)"
+_SECRET = re.compile(  # bounded and possessive: the text may be somebody else's, made to take long
+    r"(?im)((?:^|[\s.\-_\"'{,])(?:api[_-]?key|access[_-]?key|[\w-]{0,99}token|[\w-]{0,99}secret"
+    r"|password|passwd)[\"']?(?:\s*+[=:]\s*+|\s++))"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,}\"']+)"
 )
 

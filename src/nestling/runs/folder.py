@@ -3,18 +3,23 @@
 The lock is `flock` on `run.lock`: the kernel frees it when the process ends, however it ends. On a network file
 system without locks a warning is given and the run goes on unprotected.
 
+A run may come from somebody else: it is read without following a link or waiting for a pipe, and within bounds.
+
 `<out>/<name>--<YYYYmmdd-HHMMSS>--<hash4>/` holds what `recorder.py` writes; `status` is one word.
 """
 
 import errno
 import fcntl
+import io
 import json
 import os
 import re
+import stat
 import time
 import unicodedata
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +36,8 @@ _RUN_FOLDER = re.compile(r".+--\d{8}-\d{6}--[0-9a-z]{4}(-\d+)?")
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_LARGEST_FILE, _LONGEST_LINE, _MOST_BRACKETS = 1 << 28, 1 << 20, 100
+_COUNTS = ("round", "bytes_up", "bytes_down", "bytes_total", "wire_bytes", "payload_bytes")
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -58,14 +65,18 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON strictly. Raises `WireError` for what is not JSON, NaN, Infinity, 1e999 and endless nesting.
+    """Parse JSON strictly. Raises `WireError` for what is not JSON, NaN, Infinity, 1e999, 10^400 and much nesting.
 
     >>> from_json("[1, 2.5]", "here")
     [1, 2.5]
     """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        data = text.encode() if isinstance(text, str) else text
+        # Brackets bound the depth: what is nested too deeply for Python may fail later, where it is shown.
+        if data.count(b"[") + data.count(b"{") > _MOST_BRACKETS:
+            raise ValueError("nesting")
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_word)
+    except ValueError as error:
         raise WireError("json", f"is not valid JSON ({type(error).__name__})", where=where) from error
 
 
@@ -78,6 +89,68 @@ def _finite(digits: str) -> float:
     if number in (float("inf"), float("-inf")):
         raise ValueError(digits)
     return number
+
+
+def _word(digits: str) -> int:
+    number = int(digits)
+    if not -(2**63) <= number < 2**64:  # a seed may be 2^64 - 1
+        raise ValueError(digits)
+    return number
+
+
+def row_of(line: bytes, where: str) -> dict[str, Any]:
+    """One row of metrics or messages, in which the columns that are computed with can be. Raises `WireError`.
+
+    >>> row_of(b'{"round": 1, "accuracy": 0.5}', "here")
+    {'round': 1, 'accuracy': 0.5}
+    """
+    row = from_json(line, where)
+    if not isinstance(row, dict) or "round" not in row:
+        raise WireError("rows", "is not an object with its round", where=where)
+    for name in _COUNTS:
+        if type(row.get(name, 0)) is not int or row.get(name, 0) < 0:
+            raise WireError("rows", f"has an unusable value for {name}", where=where)
+    accuracy = row.get("accuracy")
+    if accuracy is not None and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
+        raise WireError("rows", "has an unusable value for accuracy", where=where)
+    return row
+
+
+@contextmanager
+def _opened(path: Path, limit: int) -> Iterator[io.BufferedReader]:
+    try:
+        # O_NONBLOCK: opening a pipe does not wait for its other end.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > limit:
+                raise ValueError(f"not a regular file of at most {limit:,} bytes")
+            yield file
+    except NestlingError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WireError("damaged", f"cannot be read ({reason})", where=printable(str(path))) from error
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The content of a regular file. Raises `WireError` for a link, a pipe, a device, a folder, over `limit` bytes.
+
+    >>> read_file(Path("/dev/zero"), 10)
+    Traceback (most recent call last):
+    nestling.core.errors.WireError: /dev/zero: cannot be read (not a regular file of at most 10 bytes).
+    """
+    with _opened(path, limit) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def read_lines(path: Path, limit: int = _LARGEST_FILE) -> Iterator[bytes]:
+    """The whole lines of a file, one at a time: a torn last one is passed over. Raises `WireError` as `read_file`."""
+    with _opened(path, limit) as file:
+        while line := file.readline(_LONGEST_LINE):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+            elif len(line) == _LONGEST_LINE:
+                raise ValueError(f"a line of over {_LONGEST_LINE:,} bytes")
 
 
 def _write_all(handle: int, data: bytes) -> None:
@@ -136,8 +209,11 @@ class LineFile:
 
 
 def last_line(path: Path) -> tuple[bytes, int]:
-    """The last complete line of a file without its newline, and the file's length up to and with that newline."""
-    with path.open("rb") as file:
+    """The last complete line of a file without its newline, and the file's length up to and with that newline.
+
+    Raises `WireError` as `read_file`.
+    """
+    with _opened(path, _LARGEST_FILE) as file:
         size, window = file.seek(0, os.SEEK_END), 1 << 16
         while True:
             start = max(0, size - window)
@@ -147,12 +223,14 @@ def last_line(path: Path) -> tuple[bytes, int]:
             begin = chunk.rfind(b"\n", 0, max(end, 0))
             if start == 0 or begin >= 0:
                 break
+            if window > _LONGEST_LINE:
+                raise ValueError(f"a line of over {_LONGEST_LINE:,} bytes")
             window *= 4
     return (chunk[begin + 1 : end], start + end + 1) if end >= 0 else (b"", 0)
 
 
 class RunFolder:
-    """A run's folder, locked for writing until `close` or the end of the process. Made by `create` and `open_run`."""
+    """A run's folder, locked for writing until `close` or the end of the process. Made by `create`."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -272,32 +350,15 @@ def _take_lock(path: Path) -> int:
     return handle
 
 
-def open_run(path: Path) -> RunFolder:
-    """Open an existing run for writing. Temporary files of a killed writer are swept.
-
-    Raises `ConfigError` if it is no run folder or not writable, `RunError` (exit 6) if another process holds it.
-    """
-    read_status(path)
-    try:
-        handle = _take_lock(path)
-    except OSError as error:
-        raise _place_error(path, error) from error
-    for litter in path.glob(".*.tmp.*"):  # we hold the lock, so nobody is writing these
-        with suppress(OSError):
-            litter.unlink()
-    return RunFolder(path, handle)
-
-
 def read_status(path: Path) -> Status:
     """What the folder says of its run. Raises `ConfigError` if `path` is no run folder, `WireError` if it is damaged.
 
     A run whose process was killed still says "running" here; `list_runs` knows better.
     """
     where = printable(str(path))
-    try:
-        word = (path / "status").read_bytes()[:20].decode("ascii", "replace").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError("is not a run folder", where=where, remedy="See 'nestling ls' for the runs.") from error
+    if not os.path.lexists(path / "status"):
+        raise ConfigError("is not a run folder", where=where, remedy="See 'nestling ls' for the runs.")
+    word = read_file(path / "status", 20).decode("ascii", "replace").strip()
     for status in get_args(Status):
         if word == status:
             return status  # type: ignore[no-any-return]
@@ -334,7 +395,9 @@ def list_runs(out: Path) -> list[RunSummary]:
     except (OSError, ValueError) as error:
         remedy = "Give the folder that holds the runs."
         raise ConfigError("is not a folder that can be read", where=printable(str(out)), remedy=remedy) from error
-    runs = [_summary(path) for path in folders if _RUN_FOLDER.fullmatch(path.name) or (path / "run.lock").exists()]
+    runs = [
+        _summary(path) for path in folders if _RUN_FOLDER.fullmatch(path.name) or os.path.lexists(path / "run.lock")
+    ]
     return sorted(runs, key=lambda run: (run.path.name.split("--")[-2:-1], run.path.name))
 
 
@@ -346,27 +409,18 @@ def _summary(path: Path) -> RunSummary:
         if status == "running" and not _is_locked(path):
             status = "stopped"
         rows = path / "metrics.jsonl"
-        line = last_line(rows)[0] if rows.exists() else b""
-        row = from_json(line, str(rows)) if line else {}
-        if not isinstance(row, dict):
-            raise WireError("metrics", "is not a row of metrics", where="metrics.jsonl")
+        line = b""
+        if os.path.lexists(rows):
+            line, modified = last_line(rows)[0], max(modified, rows.lstat().st_mtime)
+        row = row_of(line, str(rows)) if line else {}
     except (OSError, NestlingError) as error:
         return RunSummary(path, name, "damaged", note=printable(str(error)))
-    number, accuracy, total = row.get("round"), row.get("accuracy"), row.get("bytes_total")
-    return RunSummary(
-        path,
-        name,
-        status,
-        round=number if isinstance(number, int) else None,
-        accuracy=float(accuracy) if isinstance(accuracy, (int, float)) else None,
-        wire_bytes=total if isinstance(total, int) else None,
-        modified=max(modified, rows.stat().st_mtime if rows.exists() else 0.0),
-    )
+    return RunSummary(path, name, status, row.get("round"), row.get("accuracy"), row.get("bytes_total"), modified)
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        handle = os.open(path / "run.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path / "run.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -12,7 +12,9 @@ Sizes are `len(bytes)` of the messages that travelled, never an estimate; the me
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from numbers import Integral, Real
@@ -20,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nestling.core.errors import ContextError, WireError
-from nestling.core.files import write_atomic
 from nestling.runs.environment import describe, without_private
 from nestling.runs.folder import (
     LineFile,
@@ -28,7 +29,10 @@ from nestling.runs.folder import (
     Status,
     from_json,
     printable,
+    read_file,
+    read_lines,
     read_status,
+    row_of,
     to_json,
 )
 
@@ -36,9 +40,16 @@ Direction = Literal["up", "down"]
 
 SCHEMA = 1
 _KEPT_MESSAGE = 1 << 20
+_SMALL, _METRICS = 1 << 16, 1 << 24  # the most bytes that are read of a small file, and of metrics.jsonl
+_SHOWN_REFUSED = 20
+_MESSAGE = (
+    ("client", int), ("direction", str), ("codec", str), ("wire_bytes", int), ("payload_bytes", int),
+    ("accepted", bool), ("reason", str),
+)  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "rounds", "clients", "test_items", "classes", "trainable_parameters", "payload_bytes_up",
     "payload_bytes_down", "bytes_up", "bytes_down", "seconds", "seconds_references",
+    "model_parameters",
 )  # fmt: skip
 
 
@@ -117,7 +128,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         return value
     else:
         raise WireError("fields", f"has an unusable value for {name}", where=where)
-    if (name in _NOT_NEGATIVE and number < 0) or (name.startswith("accuracy") and not 0 <= number <= 1):
+    if (name in _NOT_NEGATIVE and not 0 <= number < 2**64) or (name.startswith("accuracy") and not 0 <= number <= 1):
         raise WireError("fields", f"has {name} = {number}, which cannot be", where=where)
     return value
 
@@ -158,8 +169,7 @@ class Recorder:
         self._log = LineFile(folder.path / "log.txt")
         self._sent: dict[Direction, int] = {"up": 0, "down": 0}
         self._last: dict[Direction, bytes] = {}
-        rows = read_rows(folder.path / "metrics.jsonl")
-        self._total: int = rows[-1]["bytes_total"] if rows else 0
+        self._total = 0
 
     @classmethod
     def start(cls, folder: RunFolder, *, config: str, command: Sequence[str]) -> "Recorder":
@@ -169,18 +179,6 @@ class Recorder:
         folder.write("command.txt", f"{line}\n".encode())
         folder.write("env.json", to_json(describe(), indent=2).encode())
         return cls(folder)
-
-    @classmethod
-    def resume(cls, folder: RunFolder, *, after_round: int) -> "Recorder":
-        """Go on after the round of a checkpoint: rows of later rounds, which will be run again, are dropped first."""
-        for name in ("metrics.jsonl", "bytes.jsonl"):
-            path = folder.path / name
-            kept = [row for row in read_rows(path) if row["round"] <= after_round]
-            write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept).encode())
-        folder.set_status("running")
-        recorder = cls(folder)
-        recorder.log(f"resumed after round {after_round}")
-        return recorder
 
     def message(
         self,
@@ -247,24 +245,22 @@ class Recorder:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file; none if it is absent, and a torn last line is passed over. Raises `WireError`."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was never finished
-    rows = [from_json(line, f"{printable(str(path))}, line {number}") for number, line in enumerate(lines, 1)]
-    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
-        raise WireError("rows", "has a line that is not an object with its round", where=printable(str(path)))
-    return rows
+    return list(_rows(path, _METRICS))
+
+
+def _rows(path: Path, *limit: int) -> Iterator[dict[str, Any]]:
+    if os.path.lexists(path):
+        for number, line in enumerate(read_lines(path, *limit), 1):
+            yield row_of(line, f"{printable(str(path))}, line {number}")
 
 
 def read_result(path: Path) -> Result:
     """The result of a run folder. Raises `ContextError` if the run has none yet, `WireError` if it is damaged."""
     file = path / "result.json"
-    try:
-        data = file.read_bytes()
-    except (OSError, ValueError) as error:
-        remedy = "The run is not finished: see 'nestling ls', or continue it with 'nestling resume'."
-        raise ContextError("has no result", where=printable(str(path)), remedy=remedy) from error
-    values = from_json(data, printable(str(file)))
+    if not os.path.lexists(file):
+        remedy = "The run is not finished: see 'nestling ls'."
+        raise ContextError("has no result", where=printable(str(path)), remedy=remedy)
+    values = from_json(read_file(file, _SMALL), printable(str(file)))
     if not isinstance(values, dict):
         raise WireError("fields", "is not an object", where=printable(str(file)))
     return Result.from_dict(values, where=printable(str(file)))
@@ -285,7 +281,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run as read back from its folder; `refused` are the rows of messages the server did not use."""
+    """A finished run as read back from its folder.
+
+    `refusals` counts the messages the server did not use by reason, and `refused` are the rows of the first of them.
+    """
 
     path: Path
     status: Status
@@ -296,13 +295,14 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     traffic: list[Traffic]
     refused: list[dict[str, Any]]
+    refusals: Mapping[str, int]
 
 
 def read_run(path: Path) -> RunRecord:
     """Read a finished run. Raises `ConfigError` (no run folder), `ContextError` (no result), `WireError` (damaged)."""
     status, result = read_status(path), read_result(path)
-    environment = from_json(_text(path / "env.json") or "{}", "env.json")
-    messages = read_rows(path / "bytes.jsonl")
+    environment = from_json(_text(path / "env.json") or "{}", printable(str(path / "env.json")))
+    traffic, refused, refusals = _messages(path / "bytes.jsonl")
     return RunRecord(
         path,
         status,
@@ -311,31 +311,29 @@ def read_run(path: Path) -> RunRecord:
         command=_text(path / "command.txt").strip(),
         environment=environment if isinstance(environment, dict) else {},
         metrics=read_rows(path / "metrics.jsonl"),
-        traffic=_traffic(messages, str(path)),
-        refused=[row for row in messages if not row["accepted"]],
+        traffic=traffic,
+        refused=refused,
+        refusals=refusals,
     )
 
 
 def _text(path: Path) -> str:
-    return path.read_text("utf-8", "backslashreplace") if path.exists() else ""
+    return read_file(path, _SMALL).decode("utf-8", "backslashreplace") if os.path.lexists(path) else ""
 
 
-def _traffic(messages: list[dict[str, Any]], where: str) -> list[Traffic]:
-    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for row in messages:
-        wire, payload = row.get("wire_bytes"), row.get("payload_bytes")
-        if type(wire) is not int or type(payload) is not int or not {"accepted", "reason", "client"} <= row.keys():
-            raise WireError("rows", "has a line that is not a message", where=f"{printable(where)}/bytes.jsonl")
-        groups.setdefault((str(row.get("direction")), str(row.get("codec"))), []).append((wire, payload))
-    return [
-        Traffic(
-            direction,
-            codec,
-            messages=len(sizes),
-            smallest=min(wire for wire, _ in sizes),
-            largest=max(wire for wire, _ in sizes),
-            payload_bytes=sum(payload for _, payload in sizes),
-            wire_bytes=sum(wire for wire, _ in sizes),
-        )
-        for (direction, codec), sizes in sorted(groups.items())
-    ]
+def _messages(path: Path) -> tuple[list[Traffic], list[dict[str, Any]], Counter[str]]:
+    """The traffic, the first refused rows and the count of each refusal; one row at a time, for there may be many."""
+    sizes: dict[tuple[str, str], list[int]] = {}
+    refused: list[dict[str, Any]] = []
+    refusals: Counter[str] = Counter()
+    for row in _rows(path):
+        if not all(type(row.get(name)) is kind for name, kind in _MESSAGE):
+            raise WireError("rows", "has a line that is not a message", where=printable(str(path)))
+        wire = row["wire_bytes"]
+        kind = sizes.setdefault((row["direction"], row["codec"]), [0, wire, wire, 0, 0])  # as in Traffic
+        kind[:] = kind[0] + 1, min(kind[1], wire), max(kind[2], wire), kind[3] + row["payload_bytes"], kind[4] + wire
+        if not row["accepted"]:
+            refusals[row["reason"]] += 1
+            if len(refused) < _SHOWN_REFUSED:
+                refused.append(row)
+    return [Traffic(*kind, *sizes[kind]) for kind in sorted(sizes)], refused, refusals
