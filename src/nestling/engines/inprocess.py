@@ -30,8 +30,8 @@ class InProcessEngine:
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
         """Replies by client, in the order of the messages."""
         with ThreadPoolExecutor(self._count, thread_name_prefix="client") as pool:
-            waiting = {client: pool.submit(self._call, client, message) for client, message in messages.items()}
             try:
+                waiting = {client: pool.submit(self._call, client, message) for client, message in messages.items()}
                 return {client: future.result() for client, future in waiting.items()}
             except BaseException:  # interrupted: do not start the clients still waiting
                 pool.shutdown(wait=False, cancel_futures=True)
