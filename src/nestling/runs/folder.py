@@ -71,11 +71,11 @@ def from_json(text: str | bytes, where: str) -> Any:
     [1, 2.5]
     """
     try:
-        data = text.encode() if isinstance(text, str) else text
+        characters = text if isinstance(text, str) else text.decode()
         # Brackets bound the depth: what is nested too deeply for Python may fail later, where it is shown.
-        if data.count(b"[") + data.count(b"{") > _MOST_BRACKETS:
+        if characters.count("[") + characters.count("{") > _MOST_BRACKETS:
             raise ValueError("nesting")
-        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_word)
+        return _JSON.decode(characters)
     except ValueError as error:
         raise WireError("json", f"is not valid JSON ({type(error).__name__})", where=where) from error
 
@@ -96,6 +96,9 @@ def _word(digits: str) -> int:
     if not -(2**63) <= number < 2**64:  # a seed may be 2^64 - 1
         raise ValueError(digits)
     return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_word)
 
 
 def row_of(line: bytes, where: str) -> dict[str, Any]:
@@ -125,8 +128,6 @@ def _opened(path: Path, limit: int) -> Iterator[io.BufferedReader]:
             if not stat.S_ISREG(facts.st_mode) or facts.st_size > limit:
                 raise ValueError(f"not a regular file of at most {limit:,} bytes")
             yield file
-    except NestlingError:
-        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise WireError("damaged", f"cannot be read ({reason})", where=printable(str(path))) from error
