@@ -26,6 +26,7 @@ from nestling.report.html import write_report
 from nestling.report.plots import accuracy_against_bytes
 from nestling.runs.folder import RunFolder, create
 from nestling.runs.recorder import Recorder, Result
+from nestling.tasks.data import TITLES
 
 
 def run(
@@ -100,7 +101,7 @@ def _run(
         )
 
     tell("loading data and base")
-    parts = build(config)
+    parts = build(config, note=tell)
     if not config.base.weights:
         folder.write("base.safetensors", base_bytes(parts.base))
     worker, start = parts.workers[0], parts.server.state
@@ -115,6 +116,7 @@ def _run(
             clients=parts.task.clients(),
             start=start,
             epochs=config.rounds * config.local.epochs,
+            note=tell,
         )
         reference_seconds = time.perf_counter() - started
 
@@ -156,7 +158,7 @@ def _run(
         method=config.method,
         adapter=config.adapter.kind,
         codec=config.codec.up,
-        task=config.task.data,
+        task=TITLES[config.task.data],
         seed=config.seed,
         rounds=config.rounds,
         clients=config.task.clients,

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +64,7 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, adapter=adapter, machine=machine)
 
 
-def build(config: RunConfig) -> Parts:
+def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: None) -> Parts:
     """Load the data, make the base, put an adapter onto one copy of the model per worker.
 
     Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other.
@@ -79,6 +80,7 @@ def build(config: RunConfig) -> Parts:
         classes=classes,
         data=lambda: _pretraining_data(config),
         source=_pretraining_path(config),
+        note=note,
     )
     base.to(config.machine.device)
     hashed = base_hash(base)

@@ -224,13 +224,14 @@ def test_tied_weights_change_together_and_are_sent_once() -> None:
 def test_zero_latents_give_the_base_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     make, x = MODELS[name]
     x = x.to(dtype) if x.is_floating_point() else x
-    model = fill(make()).to(dtype).requires_grad_(False)  # attention chooses its kernel by who wants gradients
+    model = fill(make()).to(dtype).requires_grad_(False)
     if dtype == torch.float64:
         for parameter in model.parameters():
             parameter.data.add_(1e-10)  # digits that float32 has not
-    expected = model(x)
-    adapter = nestling.attach(model, LatentConfig(dim=4, train_norms=name == "convolutions"))
-    assert torch.equal(model(x), expected)
+    with torch.set_grad_enabled(name != "attention"):  # which chooses its kernel by who wants gradients
+        expected = model(x)
+        adapter = nestling.attach(model, LatentConfig(dim=4, train_norms=name == "convolutions"))
+        assert torch.equal(model(x), expected)
     for target, weight in adapter.weights().items():
         assert weight.dtype == dtype
         assert torch.equal(weight, model.get_parameter(target))
@@ -760,3 +761,17 @@ def test_half_precision_does_not_claim_exact_averages() -> None:
 def test_a_tensor_gets_no_more_latents_than_it_has_numbers() -> None:
     adapter = adapted(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 40)), LatentConfig(dim=64, rank=8))
     assert adapter.layout.shapes == ((6,), (64,))
+
+
+def test_queries_keys_and_values_of_joint_attention_are_adapted() -> None:
+    model = fill(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)))
+    adapter = adapted(model, LatentConfig(dim=4, targets=("*self_attn",)))
+    assert adapter.layout.names == ("0.self_attn.in_proj_weight",)
+    x = normal(2, 3, 8, seed=5)
+    for mode in (model.train, model.eval):
+        mode()
+        assert torch.allclose(model(x), functional_call(fill(copy.deepcopy(model)), adapter.weights(), x), atol=1e-6)
+    base = adapter.vector() * 0
+    before = model(x)
+    adapter.load_vector(base)
+    assert not torch.allclose(before, model(x))

@@ -71,7 +71,7 @@ def test_kinds_of_layers() -> None:
             nn.MultiheadAttention(2, 1),
         ]
     )  # fmt: skip
-    assert names(model) == [*(f"{i}.weight" for i in range(6)), "9.out_proj.weight"]
+    assert names(model) == [*(f"{i}.weight" for i in range(6)), "9.in_proj_weight", "9.out_proj.weight"]
     assert names(nn.Linear(2, 2)) == ["weight"]
 
 

@@ -76,7 +76,7 @@ def test_ls_shows_a_run_by_its_whole_name(run: Path, capsys: pytest.CaptureFixtu
     out, _ = capsys.readouterr()
     assert run.name in out
     assert "done" in out
-    assert f"{finished()[1].accuracy:.2%}" in out
+    assert f"{finished()[1].accuracy:.1%}" in out
 
 
 def test_ls_keeps_a_long_name_whole_in_a_pipe(
@@ -162,7 +162,7 @@ def test_report_of_one_run_lies_in_its_folder(copied: Path, capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert err == ""
     assert "flite, float32" in out
-    assert out.splitlines()[-1] == str(copied / "report.html")
+    assert str(copied / "report.html") in out.splitlines()
     assert (copied / "report.html").is_file()
 
 
@@ -171,7 +171,9 @@ def test_report_of_two_seeds_is_one_row_with_its_spread(
 ) -> None:
     other = finished(seed=1)[1].run_dir
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(run), other, "--format", "csv"]) == 0
+    first = tmp_path / run.name
+    shutil.copytree(run, first)
+    assert main(["report", str(first), other, "--format", "csv"]) == 0
     out, err = capsys.readouterr()
     assert err == ""  # seeds may differ without a note
     rows = {row["method"]: row for row in csv.DictReader(io.StringIO(out))}

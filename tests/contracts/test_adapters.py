@@ -73,7 +73,7 @@ CASES = {
     "latent rank": Case(images, LatentConfig(seed=7, dim=12, rank=5, exclude=("head",)), IMAGES, 9 * 12),
     "latent budget": Case(images, LatentConfig(seed=7, budget=100, targets=("*conv*",)), IMAGES, 100),
     "latent norms": Case(with_statistics, LatentConfig(seed=7, dim=8, train_norms=True), IMAGES, 2 * 8 + 2 * 6),
-    "latent words": Case(words, LatentConfig(seed=7, dim=8), TOKENS, 4 * 8),
+    "latent words": Case(words, LatentConfig(seed=7, dim=8), TOKENS, 5 * 8),
     "full": Case(images, FullConfig(targets=("*conv*",)), IMAGES, 19_144),
     "full words": Case(words, FullConfig(), TOKENS, 80 + 600),
     "full statistics": Case(with_statistics, FullConfig(exclude=("4.*",)), IMAGES, 54 + 6 + 6 + 6),

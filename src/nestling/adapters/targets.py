@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from nestling.core.errors import ConfigError
 
-KINDS = (_ConvNd, nn.Linear, nn.Embedding)
+KINDS = (_ConvNd, nn.Linear, nn.Embedding, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def _any(name: str, patterns: tuple[str, ...]) -> bool:
 def find_weights(model: nn.Module, targets: tuple[str, ...], exclude: tuple[str, ...]) -> list[Target]:
     """The weights of Conv, Linear and Embedding modules whose module name matches, once each.
 
-    Weights of other kinds of module are not found, among them the joint q, k, v weight of `nn.MultiheadAttention` and
-    those of recurrent layers.
+    Of `nn.MultiheadAttention` it is the joint weight of queries, keys and values. Weights of other kinds of module are
+    not found, among them those of recurrent layers.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [t.name for t in find_weights(model, ("*",), ())]
@@ -78,11 +78,14 @@ def find_weights(model: nn.Module, targets: tuple[str, ...], exclude: tuple[str,
     """
     # remove_duplicate=False: a module reached under two names can be matched by either.
     modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, KINDS)}
+    modules = {n: m for n, m in modules.items() if getattr(m, "_qkv_same_embed_dim", True)}  # else: three weights
     chosen = select(modules, targets, exclude, what="Conv, Linear or Embedding module")
     places = _places(model)
     found: dict[int, Target] = {}
     for name in chosen:
-        weight = modules[name]._parameters.get("weight")
+        joint = isinstance(modules[name], nn.MultiheadAttention)
+        attribute = "in_proj_weight" if joint else "weight"
+        weight = modules[name]._parameters.get(attribute)
         if weight is None:
             raise ConfigError(
                 "has no plain weight (is it parametrised?)",
@@ -95,7 +98,7 @@ def find_weights(model: nn.Module, targets: tuple[str, ...], exclude: tuple[str,
                 where=name or "model",
                 remedy="Load floating-point weights.",
             )
-        found.setdefault(id(weight), Target(f"{name}.weight".lstrip("."), places[id(weight)]))
+        found.setdefault(id(weight), Target(f"{name}.{attribute}".lstrip("."), places[id(weight)]))
     return list(found.values())
 
 

@@ -55,7 +55,7 @@ def demo(args: Sequence[str]) -> int:
                 known = References(result.accuracy_local_only, result.accuracy_centralised)
             results.append(result)
             Console(stderr=command.json).print(
-                f"{label} {result.accuracy:.2%} in {result.seconds:.0f} s", highlight=False
+                f"{label} {result.accuracy:.2%} after {result.seconds:.0f} s of federating", highlight=False
             )
     comparison = write_report([Path(r.run_dir) for r in results], out / "demo.html")
     files = accuracy_against_bytes(

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -105,12 +107,15 @@ def ls(args: Sequence[str]) -> int:
     from nestling.report.tables import human_bytes, human_seconds
     from nestling.runs.folder import list_runs, printable
 
+    if command.folder == "runs" and not os.path.lexists("runs"):
+        print("No runs here yet. Start one with: nestling run flite-digits", file=sys.stderr)
+        return 0
     runs = list_runs(Path(command.folder))
     if command.json:
         for run in runs:
             print(json.dumps({**dataclasses.asdict(run), "path": str(run.path)}))
         return 0
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", no_wrap=True, overflow="fold")  # what `report` is given: whole, also in a narrow terminal
     for heading in ("status", "round", "accuracy", "bytes", "age"):
         table.add_column(heading, overflow="fold")
@@ -119,7 +124,7 @@ def ls(args: Sequence[str]) -> int:
             Text(printable(run.path.name)),
             Text(f"{run.status}{f' ({run.note})' if run.note else ''}"),
             "–" if run.round is None else str(run.round),
-            "–" if run.accuracy is None else f"{run.accuracy:.2%}",
+            "–" if run.accuracy is None else f"{run.accuracy:.1%}",
             "–" if run.wire_bytes is None else human_bytes(run.wire_bytes),
             human_seconds(max(0.0, time.time() - run.modified)),
         )
@@ -141,7 +146,7 @@ def report(args: Sequence[str]) -> int:
         format: tyro.conf.EnumChoicesFromValues[str] = "table"
         """table, markdown, latex or csv: how the table is printed."""
         out: str = ""
-        """Folder for the page and the figure; empty: the run's own, or the current folder for several runs."""
+        """Folder for the page and the figure; empty: the run's own, or the one that holds the first of several."""
 
     command = tyro.cli(Report, args=list(args), prog="nestling report")
     from nestling.report import tables
@@ -157,11 +162,11 @@ def report(args: Sequence[str]) -> int:
     if not command.runs:
         raise ConfigError("no run was given", where="report", remedy="See 'nestling ls'.")
     folders = [Path(run) for run in command.runs]
-    out = Path(command.out) if command.out else folders[0] if len(folders) == 1 else Path()
+    out = Path(command.out) if command.out else folders[0] if len(folders) == 1 else folders[0].parent
     if command.out and not out.is_dir():
         raise ConfigError("is not a folder", where=printable(str(out)), remedy="Make it first.")
     comparison = write_report(folders, out / "report.html")
-    accuracy_against_bytes(
+    files = accuracy_against_bytes(
         [run.result for run in comparison.runs],
         [run.metrics for run in comparison.runs],
         out / "accuracy_against_bytes",
@@ -176,7 +181,8 @@ def report(args: Sequence[str]) -> int:
     for warning in comparison.warnings:
         Console(stderr=True).print(f"note: {warning}", style="yellow", markup=False)
     if command.format == "table":
-        print(printable(str(out / "report.html")))
+        for path in (out / "report.html", *files):
+            print(printable(str(path)))
     return 0
 
 

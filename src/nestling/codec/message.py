@@ -245,12 +245,12 @@ def _parse(
 
 
 def _check_length(header: Header, data: bytes, expected: int) -> None:
-    if not header.total_len == len(data) == expected:
-        raise WireError(
-            "length",
-            f"has {len(data)} bytes, says {header.total_len}, and should have {expected}",
-            remedy="It was cut off or extended, or the two sides have different layouts.",
-        )
+    if header.total_len != len(data):
+        cause = f"has {len(data)} bytes, but its header says {header.total_len}"
+        raise WireError("length", cause, remedy="It was cut off or extended.")
+    if len(data) != expected:
+        cause = f"has {len(data)} bytes, this layout and codec take {expected}"
+        raise WireError("length", cause, remedy="The two sides have different layouts.")
 
 
 def _check_digest(header: Header, data: bytes) -> None:

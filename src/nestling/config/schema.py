@@ -44,6 +44,12 @@ def _is_text(where: str, *values: str) -> None:
             raise ConfigError(f"{value!r} is not allowed", where=where, remedy="Use UTF-8 text without zero bytes.")
 
 
+def _are_patterns(where: str, value: object) -> None:
+    if not isinstance(value, tuple | list) or not all(isinstance(pattern, str) for pattern in value):
+        raise ConfigError(f"{value!r} is not a list of patterns", where=where, remedy='Write ("*conv*",).')
+    _is_text(where, *value)
+
+
 def _is_one_of(where: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ConfigError(
@@ -77,8 +83,8 @@ class LatentConfig:
         _count("adapter.dim", self.dim, 1)
         _count("adapter.rank", self.rank, 0)
         _count("adapter.budget", self.budget, 0)
-        _is_text("adapter.targets", *self.targets)
-        _is_text("adapter.exclude", *self.exclude)
+        _are_patterns("adapter.targets", self.targets)
+        _are_patterns("adapter.exclude", self.exclude)
         if self.budget and self.rank:
             raise ConfigError(
                 "cannot be given together with a rank", where="adapter.budget", remedy="Give one of them as 0."
@@ -102,8 +108,8 @@ class FullConfig:
     """Patterns of parameters to leave frozen although a target matches."""
 
     def __post_init__(self) -> None:
-        _is_text("adapter.targets", *self.targets)
-        _is_text("adapter.exclude", *self.exclude)
+        _are_patterns("adapter.targets", self.targets)
+        _are_patterns("adapter.exclude", self.exclude)
 
 
 AdapterConfig = LatentConfig | FullConfig

@@ -32,9 +32,10 @@ def train_references(
     clients: Sequence[int],
     start: Vector,
     epochs: int,
+    note: Callable[[str], object] = lambda text: None,
 ) -> References:
-    """Train all references, side by side on the given workers."""
-    stop = Event()
+    """Train all references, side by side on the given workers; `note` is told how many are done."""
+    stop, done = Event(), list[int | None]()
     free: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
         free.put(worker)
@@ -51,6 +52,8 @@ def train_references(
         except Declined:
             return None
         finally:
+            done.append(client)
+            note(f"training the rows to compare with, {len(done)} of {len(clients) + 1} done")
             free.put(worker)
 
     with ThreadPoolExecutor(len(workers), thread_name_prefix="reference") as pool:

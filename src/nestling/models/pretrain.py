@@ -35,6 +35,12 @@ BATCH, WARM_UP = 64, 50
 Data = Callable[[], tuple[np.ndarray, np.ndarray]]
 """Loads uint8 images [n, c, h, w] and their labels [n]; only called if nothing is cached."""
 
+Note = Callable[[str], object]
+
+
+def _silence(text: str) -> None:
+    pass
+
 
 def cache_folder() -> Path:
     """Where bases are kept: $NESTLING_CACHE, else $XDG_CACHE_HOME/nestling, else ~/.cache/nestling."""
@@ -43,10 +49,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nestling"
 
 
-def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "") -> ResNet:
+def make_base(
+    config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "", note: Note = _silence
+) -> ResNet:
     """The frozen network of a run: from `config.weights`, from the cache, or trained now on `data`.
 
-    `source` names where the data comes from, if not from its usual place: another source is another base.
+    `source` names where the data comes from, if not from its usual place: another source is another base. `note` is
+    told now and then how far the training is.
 
     Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
     """
@@ -70,11 +79,11 @@ def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data, so
         other = make_resnet(
             config.model, width=config.width, channels=channels, classes=int(y.max()) + 1, seed=config.seed
         )
-        pretrain(other, x, y, config)
+        pretrain(other, x, y, config, note=note)
         head = model.head.weight.detach().clone()
         model.load_state_dict({**other.state_dict(), "head.weight": head})
     else:
-        pretrain(model, x, y, config)
+        pretrain(model, x, y, config, note=note)
     try:
         write_atomic(make_folder(path.parent) / path.name, base_bytes(model))
     except NestlingError as error:  # the cache is a convenience: the run goes on with what it has
@@ -82,7 +91,7 @@ def make_base(config: BaseConfig, *, channels: int, classes: int, data: Data, so
     return model
 
 
-def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig) -> float:
+def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, *, note: Note = _silence) -> float:
     """Train `model` in place with AdamW and a cosine schedule; returns accuracy on a held-out tenth.
 
     Args:
@@ -94,12 +103,12 @@ def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _pretrain(model, x, y, config)
+        return _pretrain(model, x, y, config, note=note)
     finally:
         torch.set_num_threads(threads)
 
 
-def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig) -> float:
+def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, note: Note) -> float:
     order = Stream(config.seed, "pretrain", "held-out").permutation(len(y))
     held_out, own = order[: len(y) // 10], order[len(y) // 10 :]
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -111,6 +120,8 @@ def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig
     generator = torch.Generator().manual_seed(config.seed)
     model.train()
     for epoch in range(config.epochs):
+        if epoch % 10 == 0:
+            note(f"training the base, epoch {epoch + 1} of {config.epochs}")
         shuffled = own[Stream(config.seed, "pretrain", f"epoch/{epoch}").permutation(len(own))]
         for start in range(0, len(own), BATCH):
             items = shuffled[start : start + BATCH]

@@ -218,14 +218,14 @@ class _Placer:
         self._put(text, places, color=colour, weight="bold")
 
     def put_on_line(self, text: str, height: float) -> None:
-        """A reference's name just above or below its line, wherever along it there is room."""
+        """A reference's name just above its line (below, it could seem to name another), wherever there is room."""
         left, right = self.axes.get_xlim()
         places = []
         sides: tuple[tuple[float, Literal["left", "center", "right"]], ...]
         sides = ((0.01, "left"), (0.99, "right"), (0.3, "center"), (0.5, "center"), (0.7, "center"))
         for along, side in sides:
             x = left * (right / left) ** along
-            places += [_Place((x, height), (0.0, step), side, 20 * along + abs(step)) for step in (6.5, -7.5)]
+            places.append(_Place((x, height), (0.0, 6.5), side, 20 * along))
         self._put(text, places, color=_GREY, fontsize=8.5)
 
     def _put(self, text: str, places: list[_Place], **looks: Any) -> None:

@@ -32,6 +32,8 @@ SHAPES = {
     "cifar100": (3, 32, 100),
 }
 """Channels, side and classes of each set, known without reading it."""
+TITLES = {"digits": "MNIST-5k", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+"""What people call them."""
 DAMAGED = (OSError, ValueError, EOFError, zlib.error)
 """What reading a damaged .gz file can raise."""
 
