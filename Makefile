@@ -11,7 +11,7 @@ help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, about two minutes after installation"
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make lint     lint, types and imports only"
-	@echo "make bench    the benchmarks: sign map, training step, averaging identity"
+	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
 	@echo "make results  the table of docs/RESULTS.md, five seeds"
 
 .venv/ready: pyproject.toml constraints.txt
@@ -35,6 +35,8 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/signs.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/averaging.py
+	$(BIN)/python benchmarks/delta_rule.py --lengths 2048 16384
+	$(BIN)/python benchmarks/decode.py
 
 results: .venv/ready
 	$(BIN)/nestling demo --seeds 3 4 5 6 7 --markdown

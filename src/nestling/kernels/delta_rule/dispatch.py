@@ -202,7 +202,7 @@ def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None, update
     if name == "fla":
         if _fla() is None:
             raise ConfigError(
-                "fla needs flash-linear-attention", where="impl", remedy="Run: pip install flash-linear-attention"
+                "fla needs flash-linear-attention", where="impl", remedy="pip install 'nestling[fla]'"
             )
         unsuited = _unsuited_for_fla(q, k, mask, update)
         if unsuited:
