@@ -9,7 +9,7 @@ import pytest
 
 from nestling.report.compare import compare
 from nestling.report.html import render, write_report
-from nestling.runs.folder import printable
+from nestling.runs.files import printable
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -14,19 +14,8 @@ from hypothesis import strategies as st
 
 from nestling.core.errors import ConfigError, RunError, StorageError, WireError
 from nestling.runs import folder as folders
-from nestling.runs.folder import (
-    LineFile,
-    create,
-    from_json,
-    last_line,
-    list_runs,
-    printable,
-    read_file,
-    read_lines,
-    read_status,
-    row_of,
-    to_json,
-)
+from nestling.runs.files import LineFile, from_json, last_line, printable, read_file, read_lines, row_of, to_json
+from nestling.runs.folder import create, list_runs, read_status
 
 HOLD = """
 import sys, time

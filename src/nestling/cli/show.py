@@ -105,7 +105,8 @@ def ls(args: Sequence[str]) -> int:
 
     command = tyro.cli(tyro.conf.FlagCreatePairsOff[Ls], args=list(args), prog="nestling ls")
     from nestling.report.tables import human_bytes, human_seconds
-    from nestling.runs.folder import list_runs, printable
+    from nestling.runs.files import printable
+    from nestling.runs.folder import list_runs
 
     if command.folder == "runs" and not os.path.lexists("runs"):
         print("No runs here yet. Start one with: nestling run flite-digits", file=sys.stderr)
@@ -152,7 +153,7 @@ def report(args: Sequence[str]) -> int:
     from nestling.report import tables
     from nestling.report.html import write_report
     from nestling.report.plots import accuracy_against_bytes
-    from nestling.runs.folder import printable
+    from nestling.runs.files import printable
 
     printers = {"markdown": tables.to_markdown, "latex": tables.to_latex}
     if command.format not in ("table", "csv", *printers):
@@ -199,7 +200,7 @@ def message(args: Sequence[str]) -> int:
 
     command = tyro.cli(tyro.conf.FlagCreatePairsOff[Message], args=list(args), prog="nestling message")
     from nestling.codec.message import HEADER_SIZE, LARGEST, peek
-    from nestling.runs.folder import printable, read_file
+    from nestling.runs.files import printable, read_file
 
     path = Path(command.file)
     if not os.path.isfile(path):  # Path.is_file raises on names that are too long

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nestling.core.errors import ContextError
 from nestling.report.tables import Row, caption_of, rows_of, settings_of
-from nestling.runs.folder import printable
+from nestling.runs.files import printable
 from nestling.runs.recorder import Result, RunRecord, read_run
 
 _METHOD = ("name", "seed", "adapter", "codec", "machine")

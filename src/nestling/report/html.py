@@ -17,7 +17,7 @@ from nestling.report.compare import Comparison, compare
 from nestling.report.plots import figure_files, inline_svg
 from nestling.report.tables import HEADINGS, by_method, cells, human_bytes, human_seconds
 from nestling.runs.environment import without_private
-from nestling.runs.folder import printable
+from nestling.runs.files import printable
 from nestling.runs.recorder import RunRecord, Traffic
 
 

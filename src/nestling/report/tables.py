@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from nestling.runs.folder import printable
+from nestling.runs.files import printable
 from nestling.runs.recorder import Result
 
 Z = 1.959963984540054

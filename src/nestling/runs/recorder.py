@@ -23,18 +23,8 @@ from typing import Any, Literal
 
 from nestling.core.errors import ContextError, WireError
 from nestling.runs.environment import describe, without_private
-from nestling.runs.folder import (
-    LineFile,
-    RunFolder,
-    Status,
-    from_json,
-    printable,
-    read_file,
-    read_lines,
-    read_status,
-    row_of,
-    to_json,
-)
+from nestling.runs.files import LineFile, from_json, printable, read_file, read_lines, row_of, to_json
+from nestling.runs.folder import RunFolder, Status, read_status
 
 Direction = Literal["up", "down"]
 

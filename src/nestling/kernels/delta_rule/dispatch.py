@@ -201,9 +201,7 @@ def _implementation(name: str, q: Tensor, k: Tensor, mask: Tensor | None, update
         return module.run
     if name == "fla":
         if _fla() is None:
-            raise ConfigError(
-                "fla needs flash-linear-attention", where="impl", remedy="pip install 'nestling[fla]'"
-            )
+            raise ConfigError("fla needs flash-linear-attention", where="impl", remedy="pip install 'nestling[fla]'")
         unsuited = _unsuited_for_fla(q, k, mask, update)
         if unsuited:
             raise ConfigError(f"fla cannot take {unsuited}", where="impl", remedy='Give "auto" or "chunked".')
