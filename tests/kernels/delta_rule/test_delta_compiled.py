@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tolerance import RELATIVE, assert_close
 
 from nestling.kernels.delta_rule import compiled, reference
+from nestling.kernels.delta_rule.compiled_tiles import LANES
 
 NAMES = ("outputs", "state", "q", "k", "v", "beta", "g", "first state")
 SPAN = compiled.SPAN
@@ -48,7 +49,8 @@ def agree(got, wanted, *, limit=RELATIVE[torch.float32]):
     for name, a, b in zip(NAMES, got, wanted, strict=True):
         if b is not None:
             assert torch.isfinite(a).all(), name
-            floor = 1e-30 if name in NAMES[:2] else 0.1  # a gradient may be a small difference of terms of order one
+            # A gradient can be a small difference of terms of order one; without AVX (4 lanes) one is off by 4e-6.
+            floor = 0.1 if LANES == 4 and name not in NAMES[:2] else 1e-30
             assert float((a - b).abs().max()) <= limit * max(float(b.abs().max()), floor), name
 
 
