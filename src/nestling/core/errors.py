@@ -1,4 +1,4 @@
-"""The six ways a command can fail, each with a cause, a place, a remedy and an exit code.
+"""The seven ways a command can fail, each with a cause, a place, a remedy and an exit code.
 
 An error raised for a user's input is one of these; `assert` is kept for our own bugs. The text is one line:
 ``place: cause. remedy`` so that it reads the same in a terminal, a log and a test.
@@ -11,11 +11,12 @@ An error raised for a user's input is one of these; `assert` is kept for our own
 | `WireError` | 5 | a message or a stored file that is damaged or does not follow the format |
 | `RunError` | 6, 7 | a run that cannot go on: its folder is taken (6), too few usable replies (7) |
 | `StorageError` | 8 | the disk refused to keep a result |
+| `PrivateStateError` | 2 | the private state of a stream was about to be copied, stored or unread |
 """
 
 
 class NestlingError(Exception):
-    """Base of the six classes.
+    """Base of the seven classes.
 
     Args:
         cause: what is wrong, without a final full stop.
@@ -82,3 +83,9 @@ class StorageError(NestlingError, OSError):
     """The disk refused to keep a result; what was there before is intact."""
 
     exit_code = 8
+
+
+class PrivateStateError(NestlingError, TypeError):
+    """The private state of a stream was about to be copied, stored or unread."""
+
+    exit_code = 2

