@@ -5,24 +5,31 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 
-.PHONY: demo test lint bench results clean help
+.PHONY: demo memory test lint bench bench-language results clean help
 
 help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, about two minutes after installation"
+	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make lint     lint, types and imports only"
 	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
+	@echo "make bench-language  the benchmarks on SmolLM2: speed, and long streams"
 	@echo "make results  the table of docs/RESULTS.md, five seeds"
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[digits,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[digits,llm,dev]'
 	@touch $@
 
 demo: .venv/ready
 	$(BIN)/nestling demo
 
+memory: .venv/ready
+	$(BIN)/nestling fetch smollm2-135m
+	$(BIN)/nestling run needle-smollm2-short
+
 test: lint
+	$(BIN)/nestling fetch smollm2-135m
 	$(BIN)/pytest
 
 lint: .venv/ready
@@ -37,6 +44,12 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/averaging.py
 	$(BIN)/python benchmarks/delta_rule.py --lengths 2048 16384
 	$(BIN)/python benchmarks/decode.py
+
+bench-language: .venv/ready
+	$(BIN)/nestling fetch smollm2-135m
+	$(BIN)/nestling fetch shakespeare
+	$(BIN)/python benchmarks/language.py
+	$(BIN)/python benchmarks/streaming.py
 
 results: .venv/ready
 	$(BIN)/nestling demo --seeds 3 4 5 6 7 --markdown

@@ -1,4 +1,5 @@
-"""Federations small enough for tests: one of plain numbers without torch, one of drawn images that trains in a second.
+"""Federations small enough for tests: one of plain numbers without torch, one of drawn images that trains in a second,
+and one of a drawn language model over bytes.
 
 The images are ten blurred patterns with noise, in the four files of Fashion-MNIST, so that a command line can use them.
 """
@@ -6,6 +7,7 @@ The images are ten blurred patterns with noise, in the four files of Fashion-MNI
 import atexit
 import gzip
 import hashlib
+import json
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -15,6 +17,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
+import torch
+from torch import nn
 
 from nestling.codec.message import decode, encode, peek, state_digest
 from nestling.codec.quantise import Limits
@@ -168,3 +172,107 @@ def finished(seed: int = 0) -> tuple:
     settings = config(folder / "runs", references=True, seed=seed)
     result = run(settings, progress=steps.append, command=["nestling", "run", "small.toml"])
     return settings, result, steps
+
+
+def tiny_llama(family: str = "Llama", **changes: object) -> nn.Module:
+    """A language model of 3 layers, 6 query heads on 2 key/value heads, and random weights large enough to matter.
+
+    `family`: Llama, Qwen2 (biases) or Qwen3 (norms of queries and keys); `changes` go to its configuration.
+    """
+    import transformers
+
+    sizes: dict[str, object] = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    settings = getattr(transformers, f"{family}Config")(**(sizes | changes))
+    with torch.random.fork_rng(devices=[]):
+        model = getattr(transformers, f"{family}ForCausalLM")(settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            norm = parameter.ndim == 1 and parameter.flatten()[0] == 1
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + float(norm))
+    return model.eval()
+
+
+# A drawn language model: a real needle run in seconds; it knows nothing, so only the path is tested.
+
+
+@cache
+def language() -> Path:
+    """The folder of a model of two layers and its tokenizer, one token a byte."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = Path(mkdtemp(prefix="nestling-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = Tokenizer(models.BPE(vocab={"<end>": 0} | {c: i for i, c in enumerate(letters, 1)}, merges=[]))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    shape = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
+def smollm2_sizes(folder: Path) -> str:
+    """A config.json with the sizes of SmolLM2-135M, to plan with."""
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return str(folder / "config.json")
+
+
+def needle_toml(out: Path | str, *, adapter: str = 'kind = "memory"\nlayers = "all"\nrank = 2\nwindow = 32') -> str:
+    """Settings of a needle run over three clients that takes some seconds."""
+    return f"""\
+name = "needles"
+rounds = 2
+
+[task]
+kind = "needle"
+templates = ["mk", "passkey", "mv"]
+length = 320
+train_items = 4
+test_items = 5
+round_items = 2
+
+[base]
+kind = "language"
+model = "{language()}"
+dtype = "float32"
+
+[adapter]
+{adapter}
+
+[local]
+batch_size = 2
+lr = 1e-2
+gate_lr = 5e-2
+
+[machine]
+workers = 1
+out = "{out}"
+"""
+
+
+def needle_config(out: Path | str, *, references: bool = False, **changes: object) -> RunConfig:
+    """The same settings, with `changes` to the top level."""
+    made = parse_config(needle_toml(out))
+    return replace(made, **{"machine": replace(made.machine, references=references), **changes})

@@ -218,8 +218,9 @@ def test_the_parts_fit_each_other(tmp_path: Path) -> None:
     assert callable(engine.exchange)
     assert parts.task.clients() == [0, 1, 2]
     assert parts.agreement.spec["base"] == parts.base_hash
-    assert parts.agreement.limits.max_examples == len(parts.task)
-    score = parts.score(parts.workers[0], parts.server.state)
+    assert parts.agreement.limits.max_examples == len(parts.task) == parts.task.examples(None)
+    parts.workers[0].load(parts.server.state, None)
+    score = parts.task.evaluate(parts.workers[0].model)
     assert score.items == parts.task.held_out_items == 60
     assert parts.evaluate(parts.workers[0], parts.server.state) == score.right / 60
 

@@ -6,17 +6,23 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from small import smollm2_sizes
 
 from nestling.build import plan
 from nestling.cli.main import main
 from nestling.config.load import dump_config, load_config, parse_config, preset_names, preset_text
+from nestling.config.schema import LanguageConfig
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_can_be_read_and_planned(name: str) -> None:
+def test_a_preset_can_be_read_and_planned(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     assert config.name == name
     assert parse_config(dump_config(config)) == config
+    if isinstance(config.base, LanguageConfig):  # whose weights are in no package: its sizes will do
+        pytest.importorskip("transformers")
+        assert config.base.model == "smollm2-135m"
+        config = dataclasses.replace(config, base=LanguageConfig(model=smollm2_sizes(tmp_path)))
     planned = plan(config)
     assert planned.trainable_parameters == sum(_size(shape) for _, shape in planned.layout)
     assert planned.trainable_parameters <= planned.adapted_parameters <= planned.model_parameters
@@ -58,3 +64,13 @@ def test_flite_and_fedavg_on_digits_differ_in_method_alone() -> None:
     assert (flite.method, fedavg.method) == ("flite", "fedavg")
     for part in ("seed", "rounds", "task", "base", "server", "codec", "machine"):
         assert getattr(flite, part) == getattr(fedavg, part)
+
+
+def test_the_short_needle_run_differs_from_the_long_one_in_size_alone() -> None:
+    long, short = load_config("needle-smollm2"), load_config("needle-smollm2-short")
+    task = dataclasses.replace(
+        short.task, templates=long.task.templates, train_items=long.task.train_items, test_items=long.task.test_items
+    )
+    machine = dataclasses.replace(short.machine, references=long.machine.references)
+    assert dataclasses.replace(short, name=long.name, rounds=long.rounds, task=task, machine=machine) == long
+    assert short.task.clients * short.task.train_items * short.rounds <= 600  # under a second each on a core

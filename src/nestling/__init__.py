@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from nestling.api import run
     from nestling.build import Plan, plan
     from nestling.config.load import load_config
-    from nestling.config.schema import FullConfig, LatentConfig, RunConfig
+    from nestling.config.schema import FullConfig, LatentConfig, LoraConfig, MemoryConfig, RunConfig
     from nestling.core.errors import NestlingError
     from nestling.core.types import Progress
+    from nestling.inference.cache import new_cache
+    from nestling.inference.stream import Session
     from nestling.runs.recorder import Result
 
 __version__ = "0.1.0"
@@ -41,14 +43,18 @@ _HOMES = {
     "Adapter": "nestling.adapters.base",
     "FullConfig": "nestling.config.schema",
     "LatentConfig": "nestling.config.schema",
+    "LoraConfig": "nestling.config.schema",
+    "MemoryConfig": "nestling.config.schema",
     "NestlingError": "nestling.core.errors",
     "Plan": "nestling.build",
     "Progress": "nestling.core.types",
     "Result": "nestling.runs.recorder",
     "RunConfig": "nestling.config.schema",
+    "Session": "nestling.inference.stream",
     "attach": "nestling.adapters.base",
     "from_pretrained": "nestling.adapters.store",
     "load_config": "nestling.config.load",
+    "new_cache": "nestling.inference.cache",
     "plan": "nestling.build",
     "run": "nestling.api",
 }
@@ -57,14 +63,18 @@ __all__ = [
     "Adapter",
     "FullConfig",
     "LatentConfig",
+    "LoraConfig",
+    "MemoryConfig",
     "NestlingError",
     "Plan",
     "Progress",
     "Result",
     "RunConfig",
+    "Session",
     "attach",
     "from_pretrained",
     "load_config",
+    "new_cache",
     "plan",
     "run",
 ]

@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nestling.adapters.base import averaging_error
-from nestling.build import Parts, build, plan, resolve, run_id
+from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.message import state_digest
 from nestling.codec.quantise import body_size
 from nestling.config.load import dump_config
-from nestling.config.schema import RunConfig
+from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
 from nestling.core.errors import NestlingError, RunError
 from nestling.core.types import Failure, Progress
+from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
 from nestling.federation.loop import Round, run_rounds
 from nestling.federation.reference import References, train_references
@@ -27,6 +29,8 @@ from nestling.report.plots import accuracy_against_bytes
 from nestling.runs.folder import RunFolder, create
 from nestling.runs.recorder import Recorder, Result
 from nestling.tasks.data import TITLES
+from nestling.tasks.images import ImageTask
+from nestling.tasks.recall import NeedleTask, Recall
 
 
 def run(
@@ -102,22 +106,14 @@ def _run(
 
     tell("loading data and base")
     parts = build(config, note=tell)
-    if not config.base.weights:
+    if isinstance(config.base, BaseConfig) and not config.base.weights:
         folder.write("base.safetensors", base_bytes(parts.base))
     worker, start = parts.workers[0], parts.server.state
 
     reference_seconds = None
     if references is None and config.machine.references:
-        tell("training the rows to compare with")
         started = time.perf_counter()
-        references = train_references(
-            parts.workers,
-            parts.evaluate,
-            clients=parts.task.clients(),
-            start=start,
-            epochs=config.rounds * config.local.epochs,
-            note=tell,
-        )
+        references = _references(config, parts, tell)
         reference_seconds = time.perf_counter() - started
 
     tell("federating")
@@ -139,8 +135,9 @@ def _run(
         totals.update(up=done.bytes_up, down=done.bytes_down)
         refusals.update(failure.code for failure in done.refused.values())
         sent, last = totals.total(), done
-        worker.adapter.load_vector(parts.server.state)
-        worker.adapter.save_pretrained(folder.path / "adapter")
+        if worker.fresh is None:  # a part that stays with each client is in no file
+            worker.adapter.load_vector(parts.server.state)
+            worker.adapter.save_pretrained(folder.path / "adapter")
         tell("federating", done)
         ever_used = ever_used or done.used
     if last is None or not ever_used:
@@ -152,23 +149,20 @@ def _run(
         )
     seconds = time.perf_counter() - started
 
-    sizes = plan(config)
+    rows = dict(references.recalls) if references else {}
+    if parts.recalls is not None:
+        rows |= parts.recalls.trained(parts.server.state, note=tell)
+        rows |= parts.recalls.frozen(note=tell)
     result = Result(
         name=config.name,
         method=config.method,
         adapter=config.adapter.kind,
         codec=config.codec.up,
-        task=TITLES[config.task.data],
         seed=config.seed,
         rounds=config.rounds,
         clients=config.task.clients,
-        alpha=config.task.alpha if config.task.partition == "dirichlet" else None,
-        accuracy=last.accuracy,
-        accuracy_base=parts.evaluate(worker, start),
         accuracy_local_only=references.local_only if references else None,
         accuracy_centralised=references.centralised if references else None,
-        test_items=parts.task.held_out_items,
-        classes=parts.task.classes,
         trainable_parameters=parts.agreement.layout.size,
         payload_bytes_up=body_size(config.codec.up, parts.agreement.layout),
         payload_bytes_down=body_size(config.codec.down, parts.agreement.layout),
@@ -180,14 +174,54 @@ def _run(
         averaging_error=_averaging_error(last, worker),
         base_hash=parts.base_hash,
         state_digest=state_digest(parts.server.state),
-        model_parameters=sizes.model_parameters,
-        evaluated_on=config.task.evaluate_on,
+        model_parameters=sum(p.numel() for p in parts.base.parameters()),
         rejected=dict(refusals),
+        **_of_task(config, parts, start=start, last=last, rows=rows),
     )
     recorder.finish(result)
     record = write_report([folder.path], folder.path / "report.html").runs[0]
     accuracy_against_bytes([record.result], [record.metrics], folder.path / "accuracy_against_bytes")
     return result
+
+
+def _references(config: RunConfig, parts: Parts, note: Callable[[str], object]) -> References:
+    start, epochs = parts.server.state, config.rounds * config.local.epochs
+    if parts.recalls is not None:
+        return parts.recalls.references(start, epochs=epochs, note=note)
+    note("training the rows to compare with")
+    return train_references(
+        parts.workers, parts.evaluate, clients=parts.task.clients(), start=start, epochs=epochs, note=note
+    )
+
+
+def _of_task(
+    config: RunConfig, parts: Parts, *, start: Vector, last: Round, rows: dict[str, list[Recall]]
+) -> dict[str, Any]:
+    """What a result says of its task: what it is, the accuracies on all held-out items, and a needle run's rows."""
+    if isinstance(config.task, NeedleConfig):
+        from nestling.federation.recalls import entries, gains  # needs transformers
+
+        base = rows.get("memory off", rows.get("window", rows.get("full attention")))
+        return {
+            "task": f"facts in {config.task.length:,} tokens",
+            "alpha": None,
+            "accuracy": NeedleTask.accuracy(rows["trained"]),
+            "accuracy_base": NeedleTask.accuracy(base) if base else None,
+            "test_items": config.task.clients * config.task.test_items,
+            "classes": 0,
+            "recalls": entries(rows),
+            "gains": gains(rows),
+        }
+    assert isinstance(parts.task, ImageTask)
+    return {
+        "task": TITLES[config.task.data],
+        "alpha": config.task.alpha if config.task.partition == "dirichlet" else None,
+        "accuracy": last.accuracy,
+        "accuracy_base": parts.evaluate(parts.workers[0], start),
+        "test_items": parts.task.held_out_items,
+        "classes": parts.task.classes,
+        "evaluated_on": config.task.evaluate_on,
+    }
 
 
 def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *, seconds: float) -> None:

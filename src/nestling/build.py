@@ -1,12 +1,12 @@
 """From settings to objects: the only file that knows every class."""
 
-import copy
 import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,15 @@ from nestling.adapters.latent import latent_layout
 from nestling.adapters.targets import find_norms, find_weights, select
 from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.codec.quantise import Limits, body_size
-from nestling.config.schema import LatentConfig, RunConfig
+from nestling.config.schema import (
+    BaseConfig,
+    FullConfig,
+    LatentConfig,
+    MemoryConfig,
+    NeedleConfig,
+    RunConfig,
+    TaskConfig,
+)
 from nestling.core.errors import ConfigError
 from nestling.core.types import Engine
 from nestling.core.vectors import Layout, Vector
@@ -25,38 +33,43 @@ from nestling.federation.agreement import Agreement
 from nestling.federation.client import Worker
 from nestling.federation.server import Server
 from nestling.models.backbones import base_hash
+from nestling.models.copies import working_copy
 from nestling.models.pretrain import make_base
 from nestling.models.resnet import make_resnet, orthonormal_rows
 from nestling.tasks.data import SHAPES, load_images
-from nestling.tasks.images import ImageTask, Score, make_task
+from nestling.tasks.images import ImageTask, make_task
+from nestling.tasks.recall import NeedleTask
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects of one run. Every worker shares the frozen tensors of `base`."""
+    """The objects of one run. Every worker shares the frozen tensors of `base`.
+
+    `recalls` is the `Recalls` that judges a needle run; its module needs transformers, which no other run does.
+    """
 
     base: nn.Module
     base_hash: str
-    task: ImageTask
+    task: ImageTask | NeedleTask
     workers: list[Worker]
     engine: Engine
     server: Server
     agreement: Agreement
+    recalls: Any = None
 
     def evaluate(self, worker: Worker, state: Vector) -> float:
-        """Accuracy of a state on the held-out items."""
-        return self.score(worker, state).accuracy
-
-    def score(self, worker: Worker, state: Vector) -> Score:
-        """Right answers of a state on the held-out items."""
-        worker.adapter.load_vector(state)
-        return self.task.evaluate(worker.model)
+        """Accuracy of a state on the held-out items; of a needle run, exact answers on those of each round."""
+        if self.recalls is not None:
+            return self.recalls.after_round(state)
+        assert isinstance(self.task, ImageTask)
+        worker.load(state, None)
+        return self.task.evaluate(worker.model).accuracy
 
 
 def resolve(config: RunConfig) -> RunConfig:
     """The settings with what was left open filled in: the adapter's seed, the number of workers."""
     adapter = config.adapter
-    if isinstance(adapter, LatentConfig) and adapter.seed is None:
+    if not isinstance(adapter, FullConfig) and adapter.seed is None:
         adapter = dataclasses.replace(adapter, seed=config.seed)
     workers = config.machine.workers or (1 if config.machine.device != "cpu" else os.cpu_count() or 1)
     workers = min(workers, config.server.clients_per_round or config.task.clients)
@@ -71,37 +84,68 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     """
     config = resolve(config)
     check_device(config.machine.device)
-    channels, _, classes = SHAPES[config.task.data]
-    _check_base_data(config)
-    task = make_task(config.task, seed=config.seed, device=config.machine.device)
-    base = make_base(
-        config.base,
-        channels=channels,
-        classes=classes,
-        data=lambda: _pretraining_data(config),
-        source=_pretraining_path(config),
-        note=note,
-    )
-    base.to(config.machine.device)
+    task: ImageTask | NeedleTask
+    if isinstance(config.task, NeedleConfig):
+        from nestling.build_language import load_language  # needs transformers
+
+        base, task, round_task, prefix = load_language(config, note=note)
+    else:
+        base, task = _load_images(config, note=note)
     hashed = base_hash(base)
-    models = [_worker_copy(base, share=isinstance(config.adapter, LatentConfig)) for _ in range(config.machine.workers)]
+    share = not isinstance(config.adapter, FullConfig)
+    models = [working_copy(base, share=share) for _ in range(config.machine.workers)]
     adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
     _payloads(config, adapters[0].layout)
-    weigh_all = config.server.weighting == "examples"
+    examples = task.examples(None)
     agreement = Agreement(
         layout=adapters[0].layout,
         codec=config.codec,
-        limits=Limits(max_examples=max(1, len(task)), max_abs=config.server.max_abs),
+        limits=Limits(max_examples=max(1, examples), max_abs=config.server.max_abs),
         spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)},
     )
+    fresh, kept = _fresh_local(config, adapters[0]), dict[int, Vector]()
     workers = [
-        Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds)
+        Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds, fresh, kept)
         for model, adapter in zip(models, adapters, strict=True)
     ]
-    server = Server(
-        adapters[0].vector(), agreement, config.server, total_weight=len(task) if weigh_all else config.task.clients
-    )
-    return Parts(base, hashed, task, workers, InProcessEngine([w.handle for w in workers]), server, agreement)
+    total = examples if config.server.weighting == "examples" else config.task.clients
+    server = Server(adapters[0].vector(), agreement, config.server, total_weight=total)
+    recalls = None
+    if isinstance(task, NeedleTask):
+        from nestling.federation.recalls import Recalls
+        from nestling.inference.cache import new_cache
+
+        recalls = Recalls(base, workers, task, round_task, config.adapter, new_cache, prefix)
+    engine = InProcessEngine([w.handle for w in workers])
+    return Parts(base, hashed, task, workers, engine, server, agreement, recalls)
+
+
+def _load_images(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, ImageTask]:
+    images, settings = _image_settings(config)
+    channels, _, classes = SHAPES[images.data]
+    _check_base_data(images, settings)
+    task = make_task(images, seed=config.seed, device=config.machine.device)
+    path = images.path if settings.pretrain_on == images.data else ""
+
+    def pretraining_data() -> tuple:
+        train, _ = load_images(settings.pretrain_on, path)
+        return train.x, train.y
+
+    base = make_base(settings, channels=channels, classes=classes, data=pretraining_data, source=path, note=note)
+    return base.to(config.machine.device), task
+
+
+def _image_settings(config: RunConfig) -> tuple[TaskConfig, BaseConfig]:
+    assert isinstance(config.task, TaskConfig)
+    assert isinstance(config.base, BaseConfig)
+    return config.task, config.base
+
+
+def _fresh_local(config: RunConfig, adapter: Any) -> Vector | None:
+    """What of the adapter never travels, as it is before training; None if there is nothing of the kind."""
+    if isinstance(config.adapter, MemoryConfig) and config.adapter.share == "gates":
+        return adapter.local_vector()
+    return None
 
 
 def run_id(config: RunConfig) -> str:
@@ -138,31 +182,16 @@ def _payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
     return up, down
 
 
-def _check_base_data(config: RunConfig) -> None:
-    source = config.base.pretrain_on
-    if config.base.weights or source == "none":
+def _check_base_data(images: TaskConfig, base: BaseConfig) -> None:
+    source = base.pretrain_on
+    if base.weights or source == "none":
         return
-    if SHAPES[source][0] != SHAPES[config.task.data][0]:
+    if SHAPES[source][0] != SHAPES[images.data][0]:
         raise ConfigError(
-            f"{source} has {SHAPES[source][0]} colour channels, {config.task.data} has {SHAPES[config.task.data][0]}",
+            f"{source} has {SHAPES[source][0]} colour channels, {images.data} has {SHAPES[images.data][0]}",
             where="base.pretrain_on",
             remedy="Choose a set with the same, or give base.weights.",
         )
-
-
-def _pretraining_data(config: RunConfig) -> tuple:
-    images, _ = load_images(config.base.pretrain_on, _pretraining_path(config))
-    return images.x, images.y
-
-
-def _pretraining_path(config: RunConfig) -> str:
-    return config.task.path if config.base.pretrain_on == config.task.data else ""
-
-
-def _worker_copy(model: nn.Module, *, share: bool) -> nn.Module:
-    """A copy with its own modules; with `share` the tensors are the original's, which nobody changes."""
-    tensors = [*model.parameters(), *model.buffers()] if share else []
-    return copy.deepcopy(model, {id(t): t for t in tensors})
 
 
 @dataclass(frozen=True)
@@ -185,6 +214,10 @@ class Plan:
     rounds: int
     clients_per_round: int
     layout: list[tuple[str, list[int]]]
+    local_parameters: int = 0
+    """Trained, but never sent."""
+    stream_bytes: dict[str, int] = field(default_factory=dict)
+    """With a memory: what one stream needs while it is read, its window (and first tokens) and its memory."""
 
 
 def plan(config: RunConfig) -> Plan:
@@ -197,21 +230,15 @@ def plan(config: RunConfig) -> Plan:
     >>> nestling.plan(nestling.load_config("flite-cifar100-resnet18")).payload_bytes_up
     5120
     """
-    channels, _, classes = SHAPES[config.task.data]
-    with torch.device("meta"):
-        model = make_resnet(config.base.model, width=config.base.width, channels=channels, classes=classes, seed=0)
-    orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    adapter = config.adapter
-    if isinstance(adapter, LatentConfig):
-        mapped = find_weights(model, adapter.targets, adapter.exclude)
-        norms = find_norms(model, mapped) if adapter.train_norms else []
-        layout = latent_layout(mapped, norms, adapter)
-        adapted = sum(t.base.numel() for t in mapped + norms)
+    local, stream = 0, dict[str, int]()
+    if isinstance(config.task, NeedleConfig):
+        from nestling.build_language import count_language
+
+        counted = count_language(config)
+        layout, adapted, weights = counted.layout, counted.adapted, counted.weights
+        local, stream = counted.local, counted.stream
     else:
-        names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
-        layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
-        adapted = layout.size
+        layout, adapted, weights = _count_images(config)
     up, down = _payloads(config, layout)
     asked = config.server.clients_per_round or config.task.clients
     factor = 4 * adapted / up
@@ -221,7 +248,7 @@ def plan(config: RunConfig) -> Plan:
         codec_down=config.codec.down,
         trainable_parameters=layout.size,
         adapted_parameters=adapted,
-        model_parameters=sum(sizes.values()),
+        model_parameters=weights,
         payload_bytes_up=up,
         payload_bytes_down=down,
         wire_bytes_up=up + HEADER_SIZE,
@@ -232,4 +259,26 @@ def plan(config: RunConfig) -> Plan:
         rounds=config.rounds,
         clients_per_round=asked,
         layout=[(name, list(shape)) for name, shape in layout],
+        local_parameters=local,
+        stream_bytes=stream,
     )
+
+
+def _count_images(config: RunConfig) -> tuple[Layout, int, int]:
+    """What is sent, how many weights it adapts, and how many the model has."""
+    images, base = _image_settings(config)
+    channels, _, classes = SHAPES[images.data]
+    with torch.device("meta"):
+        model = make_resnet(base.model, width=base.width, channels=channels, classes=classes, seed=0)
+    orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    adapter = config.adapter
+    if isinstance(adapter, LatentConfig):
+        mapped = find_weights(model, adapter.targets, adapter.exclude)
+        norms = find_norms(model, mapped) if adapter.train_norms else []
+        layout = latent_layout(mapped, norms, adapter)
+        return layout, sum(t.base.numel() for t in mapped + norms), sum(sizes.values())
+    assert isinstance(adapter, FullConfig)
+    names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
+    layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
+    return layout, layout.size, sum(sizes.values())

@@ -43,6 +43,9 @@ class Power:
     def trainable(self) -> list[nn.Parameter]:
         return []
 
+    def gates(self) -> list[nn.Parameter]:
+        return []
+
     def save_pretrained(self, folder: object) -> None: ...
 
     def detach(self, *, merge: bool = False) -> None: ...

@@ -162,7 +162,7 @@ def test_whole_numbers_become_floats_and_lists_become_tuples() -> None:
 def test_an_adapter_from_a_plain_table_is_as_strict() -> None:
     assert parse_table({"kind": "full", "targets": ["x"], "exclude": []}) == FullConfig(targets=("x",))
     assert parse_table({"kind": "latent", "seed": None, "dim": 3}) == LatentConfig(dim=3)
-    bad = ({"kind": "latent", "dims": 3}, {"kind": "lora"}, {"kind": "latent", "dim": "3"}, [], None, {"kind": {}}, 7)
+    bad = ({"kind": "latent", "dims": 3}, {"kind": "prefix"}, {"kind": "latent", "dim": "3"}, [], None, {"kind": {}}, 7)
     for table in bad:
         with pytest.raises(ConfigError):
             parse_table(table)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from small import tiny_llama
 from torch import Tensor, nn
 
 import nestling
 from nestling.adapters.base import Adapter, averaging_error
-from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig
+from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MemoryConfig
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.models.resnet import make_resnet
 
@@ -34,6 +36,25 @@ class Words(nn.Module):
         return self.out(self.block(self.embed(tokens)).mean(1))
 
 
+class Projections(nn.Module):
+    """Layers whose modules have names as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q_proj": nn.Linear(8, 6, bias=False), "v_proj": nn.Linear(6, 8)}) for _ in range(3)
+        )
+        self.out = nn.Linear(8, 10, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer["v_proj"](torch.tanh(layer["q_proj"](x)))
+        return self.out(x.mean(1))
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -46,6 +67,31 @@ def images() -> nn.Module:
 
 def words() -> nn.Module:
     return seeded(Words)
+
+
+def projections() -> nn.Module:
+    pytest.importorskip("peft")
+    return seeded(Projections)
+
+
+class NextWord(nn.Module):
+    """A language model that answers with one of ten words."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model.base_model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits[:, -1, :10]
+
+
+def language() -> nn.Module:
+    pytest.importorskip("transformers")
+    return NextWord(tiny_llama())
 
 
 def with_statistics() -> nn.Module:
@@ -74,6 +120,14 @@ CASES = {
     "latent budget": Case(images, LatentConfig(seed=7, budget=100, targets=("*conv*",)), IMAGES, 100),
     "latent norms": Case(with_statistics, LatentConfig(seed=7, dim=8, train_norms=True), IMAGES, 2 * 8 + 2 * 6),
     "latent words": Case(words, LatentConfig(seed=7, dim=8), TOKENS, 5 * 8),
+    "lora": Case(projections, LoraConfig(seed=7, rank=2), TOKENS, 3 * 2 * 2 * (8 + 6)),
+    "lora upper": Case(
+        projections, LoraConfig(seed=7, rank=3, layers="upper:0.5", targets=("q_proj",)), TOKENS, 2 * 3 * (8 + 6)
+    ),
+    "memory": Case(language, MemoryConfig(seed=7, rank=2, layers="1-2", window=0), TOKENS, 2 * (2 * 224 + 98 + 6)),
+    "memory latent": Case(
+        language, MemoryConfig(seed=7, rank=2, layers="2", window=0, forget=True, dim=4), TOKENS, 8 * 4 + 2 + 2
+    ),
     "full": Case(images, FullConfig(targets=("*conv*",)), IMAGES, 19_144),
     "full words": Case(words, FullConfig(), TOKENS, 80 + 600),
     "full statistics": Case(with_statistics, FullConfig(exclude=("4.*",)), IMAGES, 54 + 6 + 6 + 6),
@@ -94,6 +148,11 @@ def random_state(adapter: Adapter, seed: int) -> np.ndarray:
     """Near the state at the beginning, which is where states of a run are."""
     drawn = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
     return adapter.vector() + 0.1 * drawn.numpy()
+
+
+def weight_of(name: str) -> str:
+    """The weight that a tensor of the vector changes: LoRA has two tensors for each."""
+    return re.sub(r"lora_[AB]\.weight$", "weight", name)
 
 
 def train(model: nn.Module, adapter: Adapter, case: Case, steps: int = 5) -> list[float]:
@@ -128,7 +187,7 @@ def test_layout_and_vector_agree(case: Case) -> None:
     assert adapter.vector().shape == (case.size,)
     assert adapter.vector().dtype == np.float32
     assert sum(p.numel() for p in adapter.trainable()) == case.size
-    assert set(adapter.weights()) == set(adapter.layout.names)
+    assert set(adapter.weights()) == {weight_of(name) for name in adapter.layout.names}
 
 
 def test_a_vector_comes_back_as_it_was_loaded(case: Case) -> None:
@@ -147,6 +206,7 @@ def test_a_vector_comes_back_as_it_was_loaded(case: Case) -> None:
 def test_every_number_of_the_vector_matters(case: Case) -> None:
     """Each changes some weight: nothing is sent for nothing."""
     _, adapter = attach(case)
+    adapter.load_vector(random_state(adapter, 0))  # LoRA's A changes nothing while B is zero
     start, before = adapter.vector(), {name: w.detach().clone() for name, w in adapter.weights().items()}
     picks = {int(i) for i in np.linspace(0, case.size - 1, 25)}
     for i in picks:
@@ -154,7 +214,7 @@ def test_every_number_of_the_vector_matters(case: Case) -> None:
         changed[i] += 1
         adapter.load_vector(changed)
         moved = [name for name, weight in adapter.weights().items() if not torch.equal(weight, before[name])]
-        assert moved == [next(n for n in adapter.layout.names if i < adapter.layout.slice(n).stop)]
+        assert moved == [weight_of(next(n for n in adapter.layout.names if i < adapter.layout.slice(n).stop))]
 
 
 def test_at_the_start_the_model_is_the_base(case: Case) -> None:
@@ -210,13 +270,15 @@ def test_detach_restores_the_model_bit_for_bit(case: Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4), data=st.data())
-def test_averages_are_exact(name: str, seeds: list[int], data: st.DataObject) -> None:
+def test_averages_are_exact_where_it_says_so(name: str, seeds: list[int], data: st.DataObject) -> None:
     if name not in ATTACHED:
         ATTACHED[name] = attach(CASES[name])[1]
     adapter = ATTACHED[name]
     weights = data.draw(st.lists(st.integers(1, 10**4), min_size=len(seeds), max_size=len(seeds)))
     error = averaging_error(adapter, [random_state(adapter, seed) for seed in seeds], weights)
-    assert adapter.averages_exactly == (error <= 1e-6)
+    # A memory's weights are its rules: their means are exact, and what a model does with them is not linear.
+    expected = adapter.averages_exactly or len(set(seeds)) == 1 or name.startswith("memory")
+    assert expected == (error <= 1e-6)
 
 
 ATTACHED: dict[str, Adapter] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.adapters.base import attach
+from nestling.adapters.full import FullAdapter
 from nestling.config.schema import FullConfig, LocalConfig
 from nestling.federation.local import Declined, make_optimizer, train_local
 
@@ -84,11 +85,70 @@ def test_a_linear_decay_falls_over_the_whole_run_and_not_over_one_round() -> Non
 
 
 def test_an_optimiser_starts_afresh_each_time() -> None:
-    parameter = nn.Parameter(torch.ones(1))
+    adapter = attach(nn.Linear(1, 1, bias=False), FullConfig())
     for config in (LocalConfig(optimizer="sgd"), LocalConfig(optimizer="adamw")):
-        optimizer = make_optimizer([parameter], config)
+        optimizer = make_optimizer(adapter, config)
         assert not optimizer.state
-        assert optimizer.param_groups[0]["lr"] == config.lr
+        assert [group["lr"] for group in optimizer.param_groups] == [config.lr]
+
+
+# Gates, warm-up and clipping.
+
+
+class Pair(nn.Module):
+    """Two numbers, both 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gate = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+
+class Gated(FullAdapter):
+    """Trains both; the second is a gate."""
+
+    def gates(self) -> list[nn.Parameter]:
+        return [self.frozen.model.gate]
+
+
+class Both(Sum):
+    """Loss of both numbers: batch · (weight + gate)."""
+
+    def loss(self, model: nn.Module, batch: float) -> Tensor:
+        return (model.weight + model.gate).sum() * batch
+
+
+def train_gated(batches: list[float], **settings: float) -> tuple[float, float]:
+    """(weight, gate) afterwards, both from 1, by plain gradient descent."""
+    model = Pair()
+    adapter = Gated(model, FullConfig())
+    config = LocalConfig(optimizer="sgd", momentum=0.0, **settings)
+    train_local(model, adapter, Both(batches), config, client=0, seed=0, epochs=range(1), of=1)
+    return model.weight.item(), model.gate.item()
+
+
+def test_gates_have_a_learning_rate_of_their_own_and_no_decay() -> None:
+    assert train_gated([1.0], lr=0.1, gate_lr=0.3) == pytest.approx((0.9, 0.7))
+    assert train_gated([1.0], lr=0.1) == pytest.approx((0.9, 0.9))
+    assert train_gated([0.0], lr=0.1, gate_lr=0.3, weight_decay=0.5) == pytest.approx((0.95, 1.0))
+
+
+def test_the_rate_of_gates_decays_as_the_other_does() -> None:
+    model = Pair()
+    adapter = Gated(model, FullConfig())
+    config = LocalConfig(optimizer="sgd", momentum=0.0, lr=0.1, gate_lr=0.4)
+    train_local(model, adapter, Both([1.0]), config, client=0, seed=0, epochs=range(1, 2), of=4)
+    assert (model.weight.item(), model.gate.item()) == pytest.approx((1 - 0.075, 1 - 0.3))
+
+
+def test_the_first_steps_are_smaller_with_a_warm_up() -> None:
+    weight, _ = train_gated([1.0] * 5, lr=0.1, warmup=3)
+    assert weight == pytest.approx(1 - 0.1 * (1 / 4 + 2 / 4 + 3 / 4 + 1 + 1))
+
+
+def test_a_gradient_is_clipped_as_a_whole() -> None:
+    w, g = train_gated([30.0], lr=0.1, clip=1.0)
+    assert (w, g) == pytest.approx((1 - 0.1 / 2**0.5, 1 - 0.1 / 2**0.5), abs=1e-5)
+    assert train_gated([0.5], lr=0.1, clip=1.0) == pytest.approx((0.95, 0.95))  # short enough already
 
 
 def test_cat_045_training_stops_at_the_step_where_the_loss_is_no_number() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_client import SIZES, Points, make
 
-import nestling.federation.reference
-from nestling.federation.reference import References, train_references
+import nestling.federation.pool
+from nestling.federation.reference import References, train_apart, train_references
 
 
 class Pooled(Points):
@@ -93,8 +93,18 @@ def test_cat_056_an_interrupt_does_not_wait_for_the_remaining_epochs(monkeypatch
             assert begun.wait(60)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(nestling.federation.reference, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(nestling.federation.pool, "ThreadPoolExecutor", Interrupted)
     made = [replace(worker, task=Counted(SIZES)) for worker in workers(1)]
     with pytest.raises(KeyboardInterrupt):
         train_references(made, reached, clients=[0], start=made[0].adapter.vector(), epochs=300)
     assert len(steps) < 1_000  # of 2,100 for the pooled one alone
+
+
+def test_each_training_is_judged_on_the_worker_that_did_it_and_those_without_items_are_left_out() -> None:
+    made = workers(2)
+    start = made[0].adapter.vector()
+    judged = train_apart(
+        made, lambda worker, client: worker.adapter.vector(), clients=list(SIZES), start=start, epochs=1
+    )
+    assert list(judged) == [None, 0, 1, 3]
+    assert len({vector.tobytes() for vector in [start, *judged.values()]}) == 5

@@ -362,3 +362,16 @@ def test_a_row_that_cannot_be_computed_with_is_refused_and_hides_no_run(tmp_path
         with create(tmp_path, name, "c0ffee", now=datetime(2026, 1, 1)) as folder:
             LineFile(folder.path / "metrics.jsonl").append(line if name == "bad" else '{"round": 1, "accuracy": null}')
     assert [run.status for run in list_runs(tmp_path)] == ["damaged", "stopped"]
+
+
+def test_json_may_be_wide_but_not_deep():
+    assert from_json("[" + "[{}]," * 5_000 + "0]", "here")[-1] == 0
+    assert from_json(f'["{"[" * 5_000}\\"{"{" * 5_000}"]', "here")
+    for text in ("[" * 101 + "]" * 101, "[[]," * 101 + "]" * 101, '["\\"]", ' + "[" * 101, "[" * 10**6):
+        with pytest.raises(WireError):
+            from_json(text, "here")
+
+
+def test_a_hostile_text_of_quotes_is_refused_without_delay():
+    with pytest.raises(WireError):
+        from_json("[" * 101 + '"' + '\\"' * 10**6, "here")

@@ -44,6 +44,13 @@ RESULT = Result(
     model_parameters=78042,
     rejected={"not_finite": 1},
 )
+CLIENT = {
+    "client": 0, "template": "mk", "items": 3, "exact": 2, "chosen": 1, "loss": 0.5, "by_depth": {"0.1": [2, 3]},
+    "hits": "110", "choices": "010",
+}  # fmt: skip
+RECALLED = dataclasses.replace(
+    RESULT, recalls={"trained": [CLIENT, CLIENT | {"loss": None}]}, gains={"exact": [0.1, -0.05, 0.25]}
+)
 
 MESSAGE = (
     '{"round": 1, "direction": "up", "client": 0, "codec": "x", "wire_bytes": 12, "payload_bytes": 4, '
@@ -242,6 +249,9 @@ def test_a_result_with_a_wrong_entry_is_refused(name, value):
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Result)])
 def test_a_result_that_lacks_an_entry_is_refused(name):
     values = RESULT.to_dict()
+    if name in ("recalls", "gains"):  # of a needle run alone
+        assert name not in values
+        return
     del values[name]
     with pytest.raises(WireError):
         Result.from_dict(values)
@@ -258,3 +268,34 @@ def test_rows_of_an_absent_file_and_a_torn_line(tmp_path):
     assert read_rows(tmp_path / "none") == []
     (tmp_path / "rows").write_text('{"round": 1}\n{"rou')
     assert read_rows(tmp_path / "rows") == [{"round": 1}]
+
+
+def test_a_needle_runs_rows_are_read_back(folder):
+    assert Result.from_dict(json.loads(json.dumps(RECALLED.to_dict()))) == RECALLED
+    many = [CLIENT | {"items": 50_000, "exact": 50_000, "chosen": 0, "hits": "1" * 50_000, "choices": "0" * 50_000}]
+    large = dataclasses.replace(RECALLED, recalls={"trained": many})
+    recorder = start(folder)
+    recorder.finish(large)
+    assert read_result(folder.path) == large
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"items": 2}, {"exact": 3}, {"chosen": True}, {"hits": "11x"}, {"choices": [0, 1, 0]}, {"loss": "1"},
+        {"extra": 1}, {"items": 0, "hits": "", "choices": "", "exact": 0, "chosen": 0}, {"client": None},
+        {"loss": float("nan")},
+    ],
+)  # fmt: skip
+def test_a_row_that_contradicts_itself_is_refused(change):
+    for row in ([CLIENT | change], [CLIENT, None], [], {}):
+        values = RESULT.to_dict() | {"recalls": {"trained": row}}
+        with pytest.raises(WireError) as caught:
+            Result.from_dict(values)
+        assert "recalls" in str(caught.value)
+
+
+@pytest.mark.parametrize("gain", [[0.1, 0.2], [0, 0, 2], [0, 0, "0"], None, [True, 0, 0], [0, 0, float("nan")]])
+def test_a_gain_that_is_no_interval_is_refused(gain):
+    with pytest.raises(WireError, match="gains"):
+        Result.from_dict(RESULT.to_dict() | {"gains": {"exact": gain}})

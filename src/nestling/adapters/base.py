@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.adapters.frozen import Frozen
-from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig
-from nestling.core.errors import ConfigError
+from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MemoryConfig
+from nestling.core.errors import ConfigError, ContextError
 from nestling.core.vectors import Layout, Vector
 
 
@@ -52,6 +52,10 @@ class Adapter(Protocol):
         """What to hand to an optimiser."""
         ...
 
+    def gates(self) -> list[nn.Parameter]:
+        """Those of `trainable()` that are gates or write strengths: they have their own learning rate, and no decay."""
+        ...
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the state, the settings, the base's hash and a model card into `folder`."""
         ...
@@ -66,14 +70,16 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
 
     Args:
         model: any module; all its other parameters are frozen until `detach()`.
-        config: `LatentConfig` (FLITE) or `FullConfig`.
+        config: `LatentConfig` (FLITE), `MemoryConfig` (FedNL), `LoraConfig` or `FullConfig`.
         base_hash: of the model, if known already (it is computed otherwise).
 
     Adapted weights are seen by forward passes (calling the model or any module inside it), not by methods of yours that
     read weights without one. `torch.compile` runs; `torch.export`, `vmap` and tracing do not.
 
     Raises:
-        ConfigError: a pattern matches nothing, the model carries an adapter already, or a weight cannot be adapted.
+        ConfigError: a pattern matches nothing, the model carries an adapter already, or a weight cannot be adapted;
+            `MemoryConfig` for a model that is not a language model of the Llama family.
+        ContextError: a package that the adapter needs is not installed.
 
     >>> import nestling, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -83,14 +89,33 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
     """
     from nestling.adapters.full import FullAdapter
     from nestling.adapters.latent import LatentAdapter
+    from nestling.adapters.lora import LoraAdapter
 
     if isinstance(config, LatentConfig):
         return LatentAdapter(model, config, base_hash=base_hash)
+    if isinstance(config, LoraConfig):
+        return LoraAdapter(model, config, base_hash=base_hash)
+    if isinstance(config, MemoryConfig):
+        return _memory(model, config, base_hash)
     if not isinstance(config, FullConfig):
         raise ConfigError(
-            f"{config!r} is not a configuration", where="attach", remedy="Give LatentConfig() or FullConfig()."
+            f"{config!r} is not a configuration",
+            where="attach",
+            remedy="Give LatentConfig(), MemoryConfig(), LoraConfig() or FullConfig().",
         )
     return FullAdapter(model, config, base_hash=base_hash)
+
+
+def _memory(model: nn.Module, config: MemoryConfig, base_hash: str | None) -> "Adapter":
+    try:
+        from nestling.adapters.memory import MemoryAdapter
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ContextError(
+            "a memory needs the package transformers", where="adapter", remedy='pip install "nestling[llm]"'
+        ) from error
+    return MemoryAdapter(model, config, base_hash=base_hash)
 
 
 @torch.no_grad()

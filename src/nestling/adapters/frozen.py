@@ -4,7 +4,8 @@ An adapter stands for a change of a *frozen* base. Layers that keep running stat
 in every training pass, and no message carries that; so they work as in `eval()` until the adapter comes off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,7 +26,9 @@ class AdapterHook:
 class Frozen:
     """The state of a model from `attach` to `detach`.
 
-    `trained` are the parameters that do change (`FullConfig`), as they were.
+    `trained` are the parameters that do change (`FullConfig`), as they were. `wrapped` are the names of modules around
+    which others are put after this (LoRA), in which the base's own is then called `base_layer`; they must be in place
+    again at `release()`.
 
     >>> model = nn.Linear(2, 2)
     >>> frozen = Frozen(model)
@@ -36,8 +39,11 @@ class Frozen:
     True
     """
 
-    def __init__(self, model: nn.Module, *, trained: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, trained: Mapping[str, Tensor] | None = None, wrapped: Iterable[str] = ()
+    ) -> None:
         self.model = model
+        self._wrapped = tuple(wrapped)
         self._trained = dict(trained or {})
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self._buffers = {name: buffer.detach().clone() for name, buffer in _kept_buffers(model)}
@@ -51,8 +57,19 @@ class Frozen:
     def hash_now(self) -> str:
         """The base's hash, were it computed now: as at `attach` unless something else has written to the model."""
         before = {id(self.model.get_parameter(name)): tensor for name, tensor in self._trained.items()}
-        state = self.model.state_dict(keep_vars=True)  # tied weights stand there once under each of their names
+        state = self._base_state()  # tied weights stand there once under each of their names
         return hash_of_state({name: before.get(id(tensor), tensor) for name, tensor in state.items()})
+
+    def _base_state(self) -> dict[str, Any]:
+        """`state_dict()` as the base alone has it: without what was put around its modules."""
+        state: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        for module in self._wrapped:
+            within = [name for name in state if name.startswith(f"{module}.")]
+            for name, value in [(name, state.pop(name)) for name in within]:
+                own = name.removeprefix(f"{module}.base_layer.")
+                if own != name:
+                    state[f"{module}.{own}"] = value
+        return state
 
     def release(self) -> None:
         """Each parameter is as trainable as it was before, each buffer holds what it held."""

@@ -64,6 +64,10 @@ class FullAdapter:
         """The parameters themselves, for an optimiser."""
         return list(self._parameters.values())
 
+    def gates(self) -> list[nn.Parameter]:
+        """None."""
+        return []
+
     def weights(self) -> dict[str, Tensor]:
         """The trained parameters by name."""
         return dict(self._parameters)

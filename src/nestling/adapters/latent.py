@@ -89,6 +89,10 @@ class LatentAdapter:
         """The one parameter z, for an optimiser."""
         return [self.z]
 
+    def gates(self) -> list[nn.Parameter]:
+        """None."""
+        return []
+
     def weights(self) -> dict[str, Tensor]:
         """The adapted tensors by parameter name, shape and dtype as in the base; gradients flow to z."""
         n = len(self._maps)

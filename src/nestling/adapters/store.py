@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nestling.config.load import parse_table
-from nestling.config.schema import AdapterConfig, LatentConfig
+from nestling.config.schema import AdapterConfig, LatentConfig, LoraConfig, MemoryConfig
 from nestling.core.errors import ContextError, NestlingError, SeedError, WireError
 from nestling.core.files import make_folder, write_atomic
 from nestling.core.vectors import Layout, Vector
@@ -105,7 +105,7 @@ def from_pretrained(model: nn.Module, folder: str | Path) -> "Adapter":
         )
     try:
         config = parse_table(about["config"])
-        _check_size(config, path)
+        _check_size(config, model, path)
         adapter = attach(model, config, base_hash=own_hash)
     except WireError:
         raise
@@ -123,13 +123,36 @@ def from_pretrained(model: nn.Module, folder: str | Path) -> "Adapter":
     return adapter
 
 
-def _check_size(config: AdapterConfig, path: Path) -> None:
-    """Settings must not make us allocate more latents than the file can hold."""
+def _check_size(config: AdapterConfig, model: nn.Module, path: Path) -> None:
+    """Settings must not make us allocate more numbers than the file can hold, nor a window the model has no use for.
+
+    A memory's rules are more than its latents (`dim`), but not than the model's own projections: their rank is bounded.
+    """
     file = path / "adapter.safetensors"
     room = file.stat().st_size // 4 if isfile(file) else 0
     asked = config.budget or config.dim if isinstance(config, LatentConfig) else 0
+    if isinstance(config, LoraConfig):
+        from nestling.adapters.lora import lora_layout
+
+        asked = lora_layout(config, model).size
+    if isinstance(config, MemoryConfig):
+        from nestling.adapters.memory import memory_layout
+
+        shared, local = memory_layout(config, _shape(model))
+        asked = shared.size + local.size  # the latter is never in a file
     if asked > room:
-        raise WireError("spec", f"asks for {asked:,} latents, {room:,} fit into the file", where=str(path))
+        raise WireError("spec", f"asks for {asked:,} numbers, {room:,} fit into the file", where=str(path))
+    if isinstance(config, MemoryConfig | LoraConfig) and config.window:
+        seen, most = config.window + config.sinks, _shape(model).max_position_embeddings
+        if seen > most:
+            raise WireError("spec", f"keeps {seen:,} tokens in sight, the model knows {most:,}", where=str(path))
+
+
+def _shape(model: nn.Module) -> Any:
+    """The settings of a language model, in transformers' form."""
+    from nestling.models.window import attention_layers  # needs transformers
+
+    return attention_layers(model)[0].config
 
 
 def _read_about(path: Path) -> dict[str, Any]:

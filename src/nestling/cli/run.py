@@ -57,10 +57,14 @@ def run(args: Sequence[str]) -> int:
     if command.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
         return 0
+    from nestling.report.recalls import recalls_to_rich
     from nestling.report.tables import caption_of, rows_of, to_rich
 
     console = Console()
-    console.print(to_rich(rows_of([result]), caption_of([result])))
+    if result.recalls:
+        console.print(recalls_to_rich(result))
+    else:
+        console.print(to_rich(rows_of([result]), caption_of([result])))
     if result.averaging_error is not None:
         console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
     console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)

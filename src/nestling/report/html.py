@@ -15,10 +15,12 @@ from markupsafe import Markup
 from nestling.core.files import write_atomic
 from nestling.report.compare import Comparison, compare
 from nestling.report.plots import figure_files, inline_svg
+from nestling.report.recalls import HEADINGS as RECALL_HEADINGS
+from nestling.report.recalls import client_headings, recall_caption, recall_rows
 from nestling.report.tables import HEADINGS, by_method, cells, human_bytes, human_seconds
 from nestling.runs.environment import without_private
 from nestling.runs.files import printable
-from nestling.runs.recorder import RunRecord, Traffic
+from nestling.runs.recorder import Result, RunRecord, Traffic
 
 
 def write_report(run_dirs: Sequence[Path], path: Path) -> Comparison:
@@ -42,6 +44,7 @@ def render(comparison: Comparison) -> str:
         headings=HEADINGS,
         rows=[(row, cells(row)) for row in comparison.rows],
         figure=_figure(comparison),
+        recalls=[_recalls(run) for run in runs if run.result.recalls],
         runs=[_facts(run) for run in runs],
         traffic=_traffic(runs),
         environments=_environments(runs),
@@ -68,7 +71,7 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         "task": result.task,
         "method": f"{result.method} ({result.adapter}), {result.codec}",
         "size": f"{result.clients:,} clients, {result.rounds:,} rounds",
-        "split": "equal shares" if result.alpha is None else f"Dirichlet, α = {result.alpha:g}",
+        "split": _split(result),
         "seed": str(result.seed),
         "trained": f"{result.trainable_parameters:,} numbers{weights}",
         "time": human_seconds(result.seconds)
@@ -89,6 +92,23 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         "rejected": sorted(run.refusals.items()),
         "refused": run.refused,
         "unshown": sum(run.refusals.values()) - len(run.refused),
+    }
+
+
+def _split(result: Result) -> str:
+    if result.recalls:
+        return "a kind of fact each"
+    return "equal shares" if result.alpha is None else f"Dirichlet, α = {result.alpha:g}"
+
+
+def _recalls(run: RunRecord) -> dict[str, Any]:
+    rows = recall_rows(run.result)
+    clients = client_headings(rows)
+    return {
+        "name": run.path.name,
+        "headings": [*RECALL_HEADINGS, *clients],
+        "rows": [(row, row.cells(clients)) for row in rows],
+        "caption": recall_caption(run.result),
     }
 
 

@@ -204,7 +204,12 @@ def caption_of(results: Sequence[Result]) -> str:
     seeds = sorted({len(group) for group in by_method(results).values()})
     items = sorted({result.test_items for result in results})
     tasks = ", ".join(sorted({printable(result.task) for result in results}))
-    chance = ", ".join(f"{100 / n:.3g} %" for n in sorted({result.classes for result in results if result.classes}))
+    needles = all(result.recalls for result in results)
+    chance = (
+        "about 0"
+        if needles
+        else ", ".join(f"{100 / n:.3g} %" for n in sorted({result.classes for result in results if result.classes}))
+    )
     items_of = {"test": "test", "validation": "validation"}
     kinds = sorted({items_of.get(result.evaluated_on, "other") for result in results})
     spread = any(_has_spread(row.accuracies) for row in rows)
@@ -214,7 +219,7 @@ def caption_of(results: Sequence[Result]) -> str:
         "brackets are the Wilson 95 % interval over the items of a single run (or of equal runs)" if single else "",
     ]
     parts = [
-        f"accuracy on {_span(items)} {' and '.join(kinds)} items of {tasks}"
+        f"{'exact answers' if needles else 'accuracy'} on {_span(items)} {' and '.join(kinds)} items of {tasks}"
         f" after the last round, never the best round on test",
         f"{_span(seeds)} {'seed' if seeds == [1] else 'seeds'}; chance is {chance or 'unknown'}",
         "; ".join(part for part in intervals if part),
@@ -322,12 +327,17 @@ def to_rich(rows: Sequence[Row], caption: str = "") -> Table:
 
 def to_markdown(rows: Sequence[Row], caption: str = "") -> str:
     """The table as Markdown, the caption below it."""
-    lines = [HEADINGS, ("---", *("---:" for _ in HEADINGS[1:])), *((_markdown(r.label), *cells(r)[1:]) for r in rows)]
+    lines = [
+        HEADINGS,
+        ("---", *("---:" for _ in HEADINGS[1:])),
+        *((escaped(r.label), *cells(r)[1:]) for r in rows),
+    ]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-    return f"{text}\n{_markdown(caption)}\n" if caption else text
+    return f"{text}\n{escaped(caption)}\n" if caption else text
 
 
-def _markdown(text: str) -> str:
+def escaped(text: str) -> str:
+    """`text` with nothing left in it that Markdown would take for markup."""
     text = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"[\\`*_\[\]|!]", lambda found: f"\\{found[0]}", text)
 

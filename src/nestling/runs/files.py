@@ -8,17 +8,20 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nestling.core.errors import StorageError, WireError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_LARGEST_FILE, _LONGEST_LINE, _MOST_BRACKETS = 1 << 28, 1 << 20, 100
+_LARGEST_FILE, _LONGEST_LINE, _DEEPEST = 1 << 28, 1 << 20, 100
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # also one that does not end: linear whatever it holds
 _COUNTS = ("round", "bytes_up", "bytes_down", "bytes_total", "wire_bytes", "payload_bytes")
 
 
@@ -54,12 +57,18 @@ def from_json(text: str | bytes, where: str) -> Any:
     """
     try:
         characters = text if isinstance(text, str) else text.decode()
-        # Brackets bound the depth: what is nested too deeply for Python may fail later, where it is shown.
-        if characters.count("[") + characters.count("{") > _MOST_BRACKETS:
+        # What is nested too deeply for Python may fail later, where it is shown. Few brackets cannot be deep.
+        if characters.count("[") + characters.count("{") > _DEEPEST and _depth(characters) > _DEEPEST:
             raise ValueError("nesting")
         return _JSON.decode(characters)
     except ValueError as error:
         raise WireError("json", f"is not valid JSON ({type(error).__name__})", where=where) from error
+
+
+def _depth(characters: str) -> int:
+    """How deeply brackets are nested, those in texts left out."""
+    steps = {"[": 1, "{": 1, "]": -1, "}": -1}
+    return max(accumulate(steps.get(character, 0) for character in _TEXT.sub("", characters)), default=0)
 
 
 def _refuse(word: str) -> NoReturn:

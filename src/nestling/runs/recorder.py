@@ -31,7 +31,13 @@ Direction = Literal["up", "down"]
 SCHEMA = 1
 _KEPT_MESSAGE = 1 << 20
 _SMALL, _METRICS = 1 << 16, 1 << 24  # the most bytes that are read of a small file, and of metrics.jsonl
+_RESULT = 1 << 24  # and of result.json, which may hold every item of every row
 _SHOWN_REFUSED = 20
+_OF_NEEDLES = ("recalls", "gains")
+_RECALL = {
+    "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
+    "choices": str,
+}  # fmt: skip
 _MESSAGE = (
     ("client", int), ("direction", str), ("codec", str), ("wire_bytes", int), ("payload_bytes", int),
     ("accepted", bool), ("reason", str),
@@ -51,6 +57,10 @@ class Result:
     of one client's message in one round, `bytes_*` of all messages of the run, headers included; chance is 1 / classes.
     `model_parameters` counts all weights of the model, so that a table can say how much less is sent; None if unknown.
     `evaluated_on` is "test", or "validation" while settings are being chosen.
+
+    A needle run also has `recalls`: for each row (`federation/recalls.py`) one object a client, with its counts, mean
+    loss of an answer token, exact answers by depth, and a 0 or 1 an item in `hits` (exact) and `choices` (of four); and
+    `gains`: memory on − memory off, as [mean, low, high], the ends of the 95 % interval over paired items.
     """
 
     name: str
@@ -82,10 +92,13 @@ class Result:
     model_parameters: int | None = None
     evaluated_on: str = "test"
     rejected: Mapping[str, int] = field(default_factory=dict)
+    recalls: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    gains: Mapping[str, list[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
-        return {"schema": SCHEMA, **_plain(asdict(self))}
+        values = {"schema": SCHEMA, **_plain(asdict(self))}
+        return {key: value for key, value in values.items() if value or key not in _OF_NEEDLES}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "result.json") -> "Result":
@@ -93,7 +106,7 @@ class Result:
         if values.get("schema") != SCHEMA:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
-        given = {key: value for key, value in values.items() if key != "schema"}
+        given = {key: {} for key in _OF_NEEDLES} | {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
         if given.keys() != expected.keys():
             missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
@@ -114,6 +127,10 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         number: float = value
     elif kind in (float, float | None) and type(value) in (int, float) and math.isfinite(value):
         value = number = float(value)
+    elif name in _OF_NEEDLES and isinstance(value, dict):
+        if all(map(_is_row if name == "recalls" else _is_gain, value.values())):
+            return value
+        raise WireError("fields", f"has an unusable value for {name}", where=where)
     elif name == "rejected" and isinstance(value, dict) and all(type(n) is int and n >= 0 for n in value.values()):
         return value
     else:
@@ -121,6 +138,29 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
     if (name in _NOT_NEGATIVE and not 0 <= number < 2**64) or (name.startswith("accuracy") and not 0 <= number <= 1):
         raise WireError("fields", f"has {name} = {number}, which cannot be", where=where)
     return value
+
+
+def _is_row(value: Any) -> bool:
+    """Whether it is what one row says of each client."""
+    return isinstance(value, list) and bool(value) and all(map(_is_recall, value))
+
+
+def _is_recall(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != _RECALL.keys() | {"loss"}:
+        return False
+    items, loss = value["items"], value["loss"]
+    return (
+        all(type(value[key]) is kind for key, kind in _RECALL.items())
+        and (loss is None or (type(loss) in (int, float) and math.isfinite(loss)))
+        and items > 0
+        and all(len(value[key]) == items and set(value[key]) <= set("01") for key in ("hits", "choices"))
+        and all(value[n] == value[key].count("1") for n, key in (("exact", "hits"), ("chosen", "choices")))
+    )
+
+
+def _is_gain(value: Any) -> bool:
+    numbers = isinstance(value, list) and len(value) == 3
+    return numbers and all(type(x) in (int, float) and -1 <= x <= 1 for x in value)
 
 
 def _plain(value: Any) -> Any:
@@ -250,7 +290,7 @@ def read_result(path: Path) -> Result:
     if not os.path.lexists(file):
         remedy = "The run is not finished: see 'nestling ls'."
         raise ContextError("has no result", where=printable(str(path)), remedy=remedy)
-    values = from_json(read_file(file, _SMALL), printable(str(file)))
+    values = from_json(read_file(file, _RESULT), printable(str(file)))
     if not isinstance(values, dict):
         raise WireError("fields", "is not an object", where=printable(str(file)))
     return Result.from_dict(values, where=printable(str(file)))

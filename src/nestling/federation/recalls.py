@@ -1,0 +1,156 @@
+"""How well states of a language federation recall facts: the rows of a needle run, each client judged on its own items.
+
+    full attention   the frozen model, all tokens in sight: the ceiling, with a cache that grows with the text
+    window           the frozen model, as far as the run's adapter lets it see
+    local only       each client's own training, on its own items
+    trained          the federation's last state; memory off: what stays without the memory; window off: memory alone
+    centralised      one model trained on all clients' items
+
+Every row is judged on the same items, so that two rows are compared item by item. Clients are judged side by side.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from nestling.config.schema import AdapterConfig, LoraConfig, MemoryConfig
+from nestling.core.vectors import Vector
+from nestling.federation.client import Worker
+from nestling.federation.pool import side_by_side
+from nestling.federation.reference import References, train_apart
+from nestling.models.copies import working_copy
+from nestling.models.prefix import Prefix
+from nestling.tasks.recall import NeedleTask, Recall, paired_difference
+
+Rows = dict[str, list[Recall]]
+Note = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Recalls:
+    """Judges states and the frozen base.
+
+    Args:
+        base: the frozen model, bare.
+        workers: hold the adapted copies of it.
+        task, round_task: with all held-out items, and with those of which a state is judged after each round.
+        adapter: says whether there is a window and a memory.
+        new_cache: makes the cache of one batch for a model.
+        prefix: remembers what the layers below the adapter make of each item, the same for every state.
+    """
+
+    base: nn.Module
+    workers: Sequence[Worker]
+    task: NeedleTask
+    round_task: NeedleTask
+    adapter: AdapterConfig
+    new_cache: Callable[[nn.Module], Any]
+    prefix: Prefix | None = None
+
+    def of_state(self, state: Vector, *, task: NeedleTask | None = None, **switch: bool) -> list[Recall]:
+        """One `Recall` a client, of a state with what the client keeps for itself; `switch` turns parts of a memory
+        off: `memory=False` or `window=False`."""
+
+        def judge(worker: Worker, client: int) -> Recall:
+            worker.load(state, client)
+            adapter: Any = worker.adapter
+            with adapter.switch(**switch) if switch else nullcontext():
+                return self._judge(worker.model, client, task or self.task, self.prefix)
+
+        return side_by_side(self.workers, judge, self.task.clients())
+
+    def of_base(self, *, window: int = 0, sinks: int = 0) -> list[Recall]:
+        """One `Recall` a client, of the frozen model that sees `window` tokens and `sinks` first ones; 0: all."""
+        models = [working_copy(self.base, share=True) for _ in self.workers]
+        if window:
+            from nestling.models.window import use_window  # needs transformers
+
+            for model in models:
+                use_window(model, window=window, sinks=sinks)
+        prefix = self.prefix if window else None
+
+        def judge(model: nn.Module, client: int) -> Recall:
+            return self._judge(model, client, self.task, prefix)
+
+        return side_by_side(models, judge, self.task.clients())
+
+    def after_round(self, state: Vector) -> float:
+        """Share of exact answers on the items that are judged after each round."""
+        return NeedleTask.accuracy(self.of_state(state, task=self.round_task))
+
+    def frozen(self, *, note: Note = lambda text: None) -> Rows:
+        """The rows of the frozen base: with all tokens in sight, and as far as the adapter lets it see. With a memory,
+        the latter is the row of the trained state with its memory off."""
+        note("reading the held-out items with the frozen base")
+        rows = {"full attention": self.of_base()}
+        if isinstance(self.adapter, LoraConfig) and self.adapter.window:
+            rows["window"] = self.of_base(window=self.adapter.window, sinks=self.adapter.sinks)
+        return rows
+
+    def references(self, start: Vector, *, epochs: int, note: Note = lambda text: None) -> References:
+        """The rows to compare with that are trained, with as many epochs as the federation."""
+        note("training the rows to compare with")
+
+        def judge(worker: Worker, client: int | None) -> list[Recall]:
+            clients = self.task.clients() if client is None else [client]
+            return [self._judge(worker.model, own, self.task, self.prefix) for own in clients]
+
+        apart = train_apart(self.workers, judge, clients=self.task.clients(), start=start, epochs=epochs, note=note)
+        centralised = apart.pop(None, [])
+        local = [recall for recalls in apart.values() for recall in recalls]
+        rows = {name: row for name, row in (("local only", local), ("centralised", centralised)) if row}
+        return References(_share(local), _share(centralised), rows)
+
+    def trained(self, state: Vector, *, note: Note = lambda text: None) -> Rows:
+        """The rows of the federation's state."""
+        note("judging the last state on all held-out items")
+        rows = {"trained": self.of_state(state)}
+        if isinstance(self.adapter, MemoryConfig):
+            rows["memory off"] = self.of_state(state, memory=False)
+            rows["window off"] = self.of_state(state, window=False)
+        return rows
+
+    def _judge(self, model: nn.Module, client: int, task: NeedleTask, prefix: Prefix | None = None) -> Recall:
+        read = prefix.logits_after if prefix is not None else None
+        [recall] = task.evaluate(model, new_cache=self.new_cache, clients=[client], read=read)
+        return recall
+
+
+def _share(recalls: list[Recall]) -> float:
+    return NeedleTask.accuracy(recalls) if recalls else float("nan")
+
+
+def entries(rows: Mapping[str, list[Recall]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows as plain values for `result.json`: `hits` and `choices` as texts of a 0 or 1 for each item.
+
+    >>> row = Recall(0, "mk", 3, 1, 2, 0.5, {0.1: (1, 3)}, [True, False, False], [True, True, False])
+    >>> entries({"trained": [row]})["trained"][0]["hits"]
+    '100'
+    """
+    return {
+        name: [
+            asdict(recall)
+            | {key: "".join("01"[hit] for hit in getattr(recall, key)) for key in ("hits", "choices")}
+            | {"by_depth": {str(depth): list(counts) for depth, counts in recall.by_depth.items()}}
+            for recall in row
+        ]
+        for name, row in rows.items()
+    }
+
+
+def gains(rows: Mapping[str, list[Recall]]) -> dict[str, list[float]]:
+    """What the memory adds, memory on − memory off over the same items: mean and ends of the 95 % interval of exact
+    answers (`exact`) and of right choices among four (`choice`). Empty where there is no memory to turn off."""
+    if "memory off" not in rows:
+        return {}
+
+    def all_of(name: str, key: str) -> list[bool]:
+        return [hit for recall in rows[name] for hit in getattr(recall, key)]
+
+    return {
+        label: list(paired_difference(all_of("trained", key), all_of("memory off", key)))
+        for label, key in (("exact", "hits"), ("choice", "choices"))
+    }

@@ -1,0 +1,425 @@
+"""LoRA: that PEFT's layers compute the definition, that the seed decides the start, and that it leaves no trace."""
+
+import copy
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerance import assert_close
+from torch import Tensor, nn
+
+import nestling
+from nestling.adapters.base import averaging_error
+from nestling.adapters.lora import LoraAdapter, first_factor, lora_layout, lora_targets
+from nestling.config.schema import FullConfig, LoraConfig
+from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.models.backbones import base_hash
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
+CONFIG = LoraConfig(seed=7, rank=4, alpha=8.0)
+
+
+def shape(**changes: object) -> "transformers.LlamaConfig":
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5}
+    return transformers.LlamaConfig(
+        **{**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, **changes}
+    )
+
+
+def llama(dtype: torch.dtype = torch.float32, **changes: object) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return transformers.LlamaForCausalLM(shape(**changes)).to(dtype).eval()
+
+
+class One(nn.Module):
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.proj = nn.Linear(24, 10, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+def random_state(adapter: LoraAdapter, seed: int = 0) -> np.ndarray:
+    drawn = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
+    return adapter.vector() + 0.1 * drawn.numpy()
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def objects(model: nn.Module) -> list[tuple]:
+    """Everything by which a module is what it is: itself, its type, its attributes, the objects it holds."""
+    return [
+        (name, id(m), type(m), m.training, sorted(m.__dict__), [(k, id(p)) for k, p in m._parameters.items()])
+        for name, m in model.named_modules()
+    ]
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in model.state_dict().items()}
+
+
+# What it computes.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_forward_pass_is_the_definition(dtype: torch.dtype, bias: bool) -> None:
+    model = One(bias=bias).to(dtype)
+    adapter = nestling.attach(model, LoraConfig(seed=1, rank=3, alpha=7.0, targets=("proj",)))
+    adapter.load_vector(random_state(adapter))
+    first, second = (p.detach().double() for p in adapter.trainable())
+    assert [p.dtype for p in adapter.trainable()] == [torch.float32] * 2
+    x = torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+    base = {name: p.detach().double() for name, p in model.proj.base_layer.named_parameters()}
+    wanted = F.linear(x.double(), base["weight"], base.get("bias")) + 7 / 3 * (x.double() @ first.T @ second.T)
+    got = model(x).detach()
+    assert got.dtype == dtype
+    assert_close(got, wanted, dtype if dtype == torch.bfloat16 else torch.float32)  # the factors are float32
+    weight = adapter.weights()["proj.weight"].detach()
+    assert weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(weight, base["weight"] + 7 / 3 * second @ first, torch.float32)
+
+
+def test_gradients_are_those_of_the_adapted_weight() -> None:
+    model = One()
+    adapter = nestling.attach(model, LoraConfig(rank=3, alpha=6.0, targets=("proj",)))
+    adapter.load_vector(random_state(adapter))
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
+    direction = torch.randn(5, 10, generator=torch.Generator().manual_seed(3))
+    got = torch.autograd.grad((model(x) * direction).sum(), adapter.trainable())
+    outside = F.linear(x, adapter.weights()["proj.weight"], model.proj.base_layer.bias)
+    through_weights = torch.autograd.grad((outside * direction).sum(), adapter.trainable())
+    first, second = (p.detach().double() for p in adapter.trainable())
+    change = 2 * direction.double().T @ x.double()  # of the loss by B A
+    for one, other, wanted in zip(got, through_weights, (second.T @ change, change @ first.T), strict=True):
+        assert_close(one, wanted)
+        assert_close(other, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_agrees_with_peft_used_by_itself(dtype: torch.dtype) -> None:
+    model, other = llama(dtype), llama(dtype)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], layers_to_transform=[3, 4])
+    theirs = peft.get_peft_model(other, settings).eval()
+    adapter = nestling.attach(model, dataclasses.replace(CONFIG, layers="upper:0.4"))
+    own = {name: p for name, p in theirs.named_parameters() if "lora_" in name}
+    assert [n.removeprefix("base_model.model.").replace(".default", "") for n in own] == list(adapter.layout.names)
+    start = logits(theirs)
+    assert torch.equal(logits(model), start)
+    adapter.load_vector(random_state(adapter))
+    for mine, parameter in zip(adapter.trainable(), own.values(), strict=True):
+        assert mine.dtype == parameter.dtype == torch.float32
+        parameter.data.copy_(mine.detach())
+    assert torch.equal(logits(model), logits(theirs))
+    assert not torch.equal(logits(model), start)
+
+
+def test_averages_of_the_factors_are_not_averages_of_models() -> None:
+    adapter = nestling.attach(llama(), CONFIG)
+    assert not adapter.averages_exactly
+    states = [random_state(adapter, seed) for seed in range(3)]
+    assert averaging_error(adapter, states, [1, 2, 3]) > 1e-3
+    assert averaging_error(adapter, states[:1] * 3, [1, 2, 3]) < 1e-6
+    same_first = [np.concatenate([s.reshape(-1) for s in parts]) for parts in _with_a_of(adapter, states)]
+    assert averaging_error(adapter, same_first, [1, 2, 3]) < 1e-6  # with one A for all, the map is linear in B
+
+
+def _with_a_of(adapter: LoraAdapter, states: list[np.ndarray]) -> list[list[np.ndarray]]:
+    first = adapter.layout.unpack(states[0])
+    return [
+        [first[n] if ".lora_A." in n else part for n, part in adapter.layout.unpack(state).items()] for state in states
+    ]
+
+
+# Where it begins.
+
+
+def test_the_seed_alone_decides_the_start_and_torch_is_not_asked() -> None:
+    starts = []
+    for torch_seed, dtype in ((0, torch.float32), (1, torch.bfloat16)):
+        model = llama(dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(torch_seed)
+            before = torch.get_rng_state()
+            adapter = nestling.attach(model, CONFIG)
+            assert torch.equal(torch.get_rng_state(), before)
+        starts.append(adapter.vector())
+    assert np.array_equal(starts[0], starts[1])
+    parts = adapter.layout.unpack(starts[0])
+    for name, part in parts.items():
+        if ".lora_B." in name:
+            assert not part.any()
+        else:
+            width = part.shape[1]
+            assert np.array_equal(part, first_factor(7, name.removesuffix(".lora_A.weight"), 4, width))
+            assert np.abs(part).max() <= 1 / np.sqrt(width)
+    others = [nestling.attach(llama(), dataclasses.replace(CONFIG, seed=seed)).vector() for seed in (None, 0, 8)]
+    assert np.array_equal(others[0], others[1])
+    assert not np.array_equal(others[1], others[2])
+
+
+def test_the_first_factor_is_uniform_and_its_bits_are_known() -> None:
+    drawn = first_factor(3, "x", 64, 256)
+    assert drawn.dtype == np.float32
+    assert drawn[0, :3].view(np.uint32).tolist() == FIRST_BITS
+    scaled = drawn * 16
+    assert abs(scaled.mean()) < 0.02
+    assert abs(scaled.var() - 1 / 3) < 0.01
+    assert 0.99 < scaled.max() <= 1
+    assert -1 <= scaled.min() < -0.99
+    assert not np.array_equal(drawn, first_factor(3, "y", 64, 256))
+
+
+FIRST_BITS = [3179037340, 1015062180, 3142785447]
+
+
+# What is chosen.
+
+
+def test_layers_and_targets_choose_and_the_rest_is_frozen() -> None:
+    model = llama()
+    adapter = nestling.attach(model, LoraConfig(rank=2, targets=("down_proj", "self_attn.k_proj"), layers="1,3-4"))
+    names = [f"model.layers.{i}.{part}" for i in (1, 3, 4) for part in ("self_attn.k_proj", "mlp.down_proj")]
+    assert adapter.layout.names == tuple(f"{name}.lora_{ab}.weight" for name in names for ab in "AB")
+    assert adapter.layout.shapes == ((2, 16), (8, 2), (2, 24), (16, 2)) * 3
+    assert list(adapter.weights()) == [f"{name}.weight" for name in names]
+    own = [id(p) for p in adapter.trainable()]
+    assert [id(p) for p in model.parameters() if p.requires_grad] == own
+    assert adapter.gates() == []
+
+
+@pytest.mark.parametrize("layers", ["all", "upper:0.4", "0", "1-3"])
+def test_the_layout_is_known_without_weights_and_without_peft(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIG, layers=layers, targets=("o_proj", "q_proj"))
+    adapter = nestling.attach(llama(), config)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(shape())
+    before = objects(model)
+    assert lora_layout(config, model) == adapter.layout
+    assert objects(model) == before
+    huge = dataclasses.replace(config, rank=2**31)
+    assert lora_layout(huge, model).size == adapter.layout.size // 4 * 2**31
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}) for _ in range(2))
+        self.right = nn.ModuleList([nn.ModuleDict({"q": nn.Linear(4, 4)})])
+        self.left[1]["deep"] = nn.ModuleList([nn.ModuleDict({"e": nn.Linear(4, 4)}) for _ in range(3)])
+        self.attention = nn.MultiheadAttention(4, 1)
+        self.encoder = nn.TransformerEncoderLayer(4, 1, 4)
+        self.twice = self.once = nn.Linear(4, 4)
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.counts = nn.Linear(4, 4)
+        self.counts.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+        self.plain = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "message"),
+    [
+        ({"targets": ("qq",)}, "adapter.targets", "'qq' is the end of no Linear module's name. Nearest: 'q'"),
+        ({"targets": ("q", "left")}, "adapter.targets", "'left' is the end of no Linear"),
+        ({"targets": ("lain",)}, "adapter.targets", "Nearest: 'plain'"),
+        ({"targets": ("",)}, "adapter.targets", "'' is the end of no Linear"),
+        ({"targets": ()}, "adapter.targets", "names no module"),
+        ({"targets": ("q",), "layers": "0"}, "adapter.layers", "do not lie in one list of layers"),
+        ({"targets": ("plain",), "layers": "0"}, "adapter.layers", "plain lies in no list of layers"),
+        ({"targets": ("k",), "layers": "2"}, "adapter.layers", "names layer 2"),
+        ({"targets": ("k", "e"), "layers": "0"}, "adapter.targets", "'e' is in none of the layers '0'"),
+        ({"targets": ("out_proj",)}, "attention.out_proj", "is read by MultiheadAttention without a call"),
+        ({"targets": ("linear1",)}, "encoder.linear1", "is read by TransformerEncoderLayer without a call"),
+        ({"targets": ("head",)}, "head", "shares its weight with embed"),
+        ({"targets": ("twice",)}, "twice", "shares its weight with once"),
+        ({"targets": ("normed",)}, "normed", "has no plain weight"),
+        ({"targets": ("counts",)}, "counts", "is stored as torch.int8"),
+        ({"targets": ("plain",), "window": 8}, "model", "has no attention layers"),
+    ],
+)
+def test_what_is_refused_leaves_the_model_as_it_was(settings: dict, where: str, message: str) -> None:
+    model = Mixed()
+    model.plain.bias.requires_grad_(False)
+    before, state, flags = objects(model), bits(model), [p.requires_grad for p in model.parameters()]
+    with pytest.raises(ConfigError) as caught:
+        nestling.attach(model, LoraConfig(**settings))
+    assert caught.value.where == where
+    assert message in str(caught.value)
+    assert caught.value.remedy
+    assert objects(model) == before
+    assert bits(model) == state
+    assert [p.requires_grad for p in model.parameters()] == flags
+    nestling.attach(model, LoraConfig(targets=("e", "k"), layers="1")).detach()
+    assert objects(model) == before
+
+
+def test_layers_are_those_of_the_outermost_list() -> None:
+    assert list(lora_targets(LoraConfig(targets=("e", "k"), layers="upper:0.5"), Mixed())) == [
+        "left.1.k", *(f"left.1.deep.{i}.e" for i in range(3))
+    ]  # fmt: skip
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    before, flags = objects(model), [p.requires_grad for p in model.parameters()]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ContextError, match=r"needs the package peft.*nestling\[llm\]"):
+        nestling.attach(model, CONFIG)
+    assert objects(model) == before
+    assert [p.requires_grad for p in model.parameters()] == flags
+
+
+# What stays: the base, in memory and on disk.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 4])
+def test_detach_puts_the_original_modules_back(dtype: torch.dtype, window: int) -> None:
+    model = llama(dtype, attention_bias=True)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(i % 3 != 0)
+    flags = [p.requires_grad for p in model.parameters()]
+    before, state, expected = objects(model), bits(model), logits(model)
+    hashed = base_hash(model)
+    adapter = nestling.attach(model, dataclasses.replace(CONFIG, window=window))
+    assert adapter.base_hash == hashed == adapter.frozen.hash_now()
+    assert torch.equal(logits(model), expected) == (window == 0)
+    adapter.load_vector(random_state(adapter))
+    model(TOKENS).logits.float().square().sum().backward()
+    assert not torch.equal(logits(model), expected)
+    assert adapter.frozen.hash_now() == hashed
+    for _ in range(2):
+        adapter.detach()
+        assert objects(model) == before
+        assert bits(model) == state
+        assert [p.requires_grad for p in model.parameters()] == flags
+        assert torch.equal(logits(model), expected)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_changed_base_changes_the_hash() -> None:
+    model = llama()
+    adapter = nestling.attach(model, CONFIG)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.base_layer.weight[0, 0] += 1
+    assert adapter.frozen.hash_now() != adapter.base_hash
+
+
+def test_merging_keeps_the_adapted_weights() -> None:
+    model = llama()
+    before = objects(model)
+    adapter = nestling.attach(model, CONFIG)
+    adapter.load_vector(random_state(adapter))
+    adapted, expected = {n: w.detach() for n, w in adapter.weights().items()}, logits(model)
+    adapter.detach(merge=True)
+    assert objects(model) == before
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in adapted.items())
+    assert_close(logits(model), expected.double(), torch.float32)
+    merged = bits(model)
+    adapter.detach()
+    assert bits(model) == merged
+
+
+def test_what_is_saved_comes_back_on_the_same_base_only(tmp_path) -> None:
+    model = llama(torch.bfloat16)
+    adapter = nestling.attach(model, dataclasses.replace(CONFIG, layers="upper:0.4", window=6, sinks=2))
+    adapter.load_vector(random_state(adapter))
+    expected = logits(model)
+    adapter.save_pretrained(tmp_path)
+    fresh = llama(torch.bfloat16)
+    again = nestling.from_pretrained(fresh, tmp_path)
+    assert isinstance(again, LoraAdapter)
+    assert again.config == adapter.config
+    assert np.array_equal(again.vector(), adapter.vector())
+    assert torch.equal(logits(fresh), expected)
+    assert again.spec == adapter.spec
+    other = llama(torch.bfloat16)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    for wrong in (other, llama()):
+        before = objects(wrong)
+        with pytest.raises(ContextError, match="was trained on base"):
+            nestling.from_pretrained(wrong, tmp_path)
+        assert objects(wrong) == before
+
+
+@pytest.mark.parametrize("changes", [{"rank": 2**32 - 1}, {"rank": 5}, {"layers": "all"}, {"targets": ["down_proj"]}])
+def test_settings_of_a_file_cannot_ask_for_more_than_it_holds(tmp_path, changes: dict) -> None:
+    config = dataclasses.replace(CONFIG, layers="upper:0.4")
+    nestling.attach(llama(), config).save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "adapter.json").read_text())
+    about["config"] |= changes
+    about["spec"] |= changes
+    (tmp_path / "adapter.json").write_text(json.dumps(about))
+    model = llama()
+    before = objects(model)
+    with pytest.raises(WireError):
+        nestling.from_pretrained(model, tmp_path)
+    assert objects(model) == before
+
+
+def test_a_trained_base_cannot_be_saved_as_an_adapter(tmp_path) -> None:
+    model = llama()
+    adapter = nestling.attach(model, CONFIG)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    with pytest.raises(ContextError, match="has changed"):
+        adapter.save_pretrained(tmp_path)
+
+
+def test_a_copy_carries_its_adapter_too() -> None:
+    model = llama()
+    adapter = nestling.attach(model, CONFIG)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ConfigError, match="carries an adapter already"):
+        nestling.attach(twin, FullConfig())
+    adapter.detach()
+    nestling.attach(model, FullConfig()).detach()
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_copies_that_share_the_base_train_apart(window: int) -> None:
+    model = llama()
+    adapter = nestling.attach(model, dataclasses.replace(CONFIG, window=window))
+    own = {id(p) for p in adapter.trainable()}
+    shared = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in own]
+    twin, other = copy.deepcopy((model, adapter), {id(t): t for t in shared})
+    assert {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()} == {
+        id(t) for t in shared if isinstance(t, nn.Parameter)
+    }
+    before, state, hashed = logits(model), adapter.vector(), adapter.base_hash
+    for which, (network, one) in enumerate(((model, adapter), (twin, other))):
+        optimiser = torch.optim.SGD(one.trainable(), lr=0.5)
+        for _ in range(2):
+            optimiser.zero_grad()
+            F.cross_entropy(
+                network(TOKENS).logits[:, :-1].flatten(0, 1), (TOKENS[:, 1:] + which).flatten() % 32
+            ).backward()
+            optimiser.step()
+    assert not np.array_equal(adapter.vector(), state)
+    assert not np.array_equal(other.vector(), state)
+    assert not np.array_equal(adapter.vector(), other.vector())
+    assert adapter.frozen.hash_now() == other.frozen.hash_now() == hashed
+    for network, one in ((model, adapter), (twin, other)):
+        one.load_vector(state)
+        assert torch.equal(logits(network), before)
+    other.detach()
+    assert not hasattr(twin.model.layers[0].self_attn.q_proj, "lora_A")
+    assert torch.equal(logits(model), before)
+    adapter.detach()
+    assert torch.equal(logits(model), logits(twin))

@@ -1,0 +1,112 @@
+"""Remembering the frozen lower layers changes nothing: not logits, not gradients, not what a cache continues."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from small import tiny_llama
+
+from nestling.adapters.memory import MemoryAdapter
+from nestling.config.schema import MemoryConfig
+from nestling.inference.cache import new_cache
+from nestling.models.prefix import Prefix
+
+ATOL = 1e-5
+
+
+def memory_on_top(*, first: int = 1, window: int = 5) -> tuple[Any, MemoryAdapter]:
+    model = tiny_llama()
+    adapter = MemoryAdapter(model, MemoryConfig(layers=f"{first}-2", window=window, sinks=2, rank=3))
+    drawn = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1))
+    adapter.load_vector(torch.from_numpy(adapter.vector()) + 0.1 * drawn)
+    return model, adapter
+
+
+def some_ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_logits_are_those_of_a_plain_pass(first: int) -> None:
+    model, _ = memory_on_top(first=first)
+    ids, prefix = some_ids(3, 20), Prefix(first)
+    plain = model(ids, use_cache=False, logits_to_keep=4).logits
+    for _ in range(2):  # made, then remembered
+        torch.testing.assert_close(prefix.logits(model, ids, 4), plain, atol=ATOL, rtol=0)
+    assert len(prefix.made) == (3 if first else 0)
+    assert len(model.base_model.layers) == 3  # all are back
+
+
+def test_gradients_are_those_of_a_plain_pass() -> None:
+    model, adapter = memory_on_top(first=2)
+    ids, prefix = some_ids(2, 16), Prefix(2)
+
+    def gradients(logits: Tensor) -> list[Tensor]:
+        adapter.frozen.model.zero_grad()
+        for parameter in adapter.trainable():
+            parameter.grad = None
+        logits.float().square().sum().backward()
+        return [p.grad.clone() for p in adapter.trainable() if p.grad is not None]
+
+    plain = gradients(model(ids, use_cache=False, logits_to_keep=3).logits)
+    own = gradients(prefix.logits(model, ids, 3))
+    assert len(own) == len(plain) > 0
+    for a, b in zip(own, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_remembered_is_the_frozen_part_alone() -> None:
+    """Other rules give other logits from the same memory of the lower layers."""
+    model, adapter = memory_on_top()
+    ids, prefix = some_ids(1, 16), Prefix(1)
+    before = prefix.logits(model, ids, 2)
+    adapter.load_vector(adapter.vector() * 2)
+    after = prefix.logits(model, ids, 2)
+    torch.testing.assert_close(after, model(ids, use_cache=False, logits_to_keep=2).logits, atol=ATOL, rtol=0)
+    assert not torch.allclose(before, after, atol=1e-4)
+
+
+def test_an_item_does_not_depend_on_its_batch() -> None:
+    model, _ = memory_on_top()
+    ids = some_ids(4, 12)
+    one_by_one, together = Prefix(1), Prefix(1)
+    for row in ids:
+        one_by_one.logits(model, row[None], 1)
+    together.logits(model, ids, 1)
+    assert one_by_one.made.keys() == together.made.keys()
+    assert all(torch.equal(one_by_one.made[key], together.made[key]) for key in together.made)
+
+
+@torch.no_grad()
+def read_twice(model: nn.Module, prefix: Prefix, prompts: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    cache = new_cache(model)
+    first = prefix.logits_after(model, prompts, cache, 1, key=b"prompts")
+    cache.batch_repeat_interleave(2)
+    return first, prefix.logits_after(model, texts, cache, 0, key=b"prompts and texts")
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 1])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_cache_is_continued_as_in_a_plain_pass(first: int, limit: int) -> None:
+    model, _ = memory_on_top(first=first)
+    prompts, texts, prefix = some_ids(2, 17), some_ids(4, 5, seed=1), Prefix(first, limit=limit)
+    with torch.no_grad():
+        whole = model(torch.cat([prompts.repeat_interleave(2, 0), texts], 1), use_cache=False).logits
+    for _ in range(3):
+        after_prompts, after_texts = read_twice(model, prefix, prompts, texts)
+        torch.testing.assert_close(after_prompts[:, 0], whole[::2, 16], atol=ATOL, rtol=0)
+        torch.testing.assert_close(after_texts, whole[:, 17:], atol=ATOL, rtol=0)
+
+
+def test_a_full_prefix_remembers_no_more_and_stays_right() -> None:
+    model, _ = memory_on_top()
+    prefix = Prefix(1, limit=1)
+    for seed in range(3):
+        ids = some_ids(2, 8, seed)
+        plain = model(ids, use_cache=False, logits_to_keep=1).logits
+        torch.testing.assert_close(prefix.logits(model, ids, 1), plain, atol=ATOL, rtol=0)
+    assert len(prefix.made) == 1

@@ -1,0 +1,177 @@
+"""From settings to a needle federation: what is planned is what is built, and the text and the model are read once."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from small import language, needle_config, smollm2_sizes
+
+import nestling.build_language
+from nestling.adapters.full import FullAdapter
+from nestling.build import build, plan, resolve
+from nestling.cli.main import main
+from nestling.config.load import load_config
+from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig, RunConfig
+from nestling.core.errors import ConfigError, ContextError
+from nestling.models import assets
+
+ADAPTERS = [
+    MemoryConfig(layers="all", rank=2, window=32),
+    MemoryConfig(layers="1", rank=2, window=0, dim=3, gate="channel", forget=True),
+    MemoryConfig(layers="all", rank=2, share="gates"),
+    LoraConfig(rank=2, window=32),
+    FullConfig(targets=("*q_proj*",)),
+]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda a: a.kind)
+def test_what_is_planned_is_what_is_built_and_travels(adapter, tmp_path: Path) -> None:
+    settings = needle_config(tmp_path, adapter=adapter)
+    planned, parts = plan(settings), build(settings)
+    assert planned.layout == [(name, list(shape)) for name, shape in parts.agreement.layout]
+    assert planned.trainable_parameters == parts.server.state.size
+    assert planned.model_parameters == sum(p.numel() for p in parts.base.parameters())
+    worker = parts.workers[0]
+    assert planned.adapted_parameters == sum(tensor.numel() for tensor in worker.adapter.weights().values())
+    trained = sum(p.numel() for p in worker.adapter.trainable())
+    assert trained == planned.trainable_parameters + planned.local_parameters
+    assert (planned.local_parameters > 0) == (worker.fresh is not None)
+    message = parts.server.broadcast(1)
+    [reply] = parts.engine.exchange({1: message}).values()
+    assert isinstance(reply, bytes), reply
+    assert (len(message), len(reply)) == (planned.wire_bytes_down, planned.wire_bytes_up)
+
+
+def test_a_plan_needs_the_settings_of_a_model_and_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((language() / "config.json").read_text())
+    settings = needle_config(tmp_path)
+    wanted = plan(settings)
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert plan(dataclasses.replace(settings, base=LanguageConfig(model=str(place), dtype="float32"))) == wanted
+    with pytest.raises(ContextError):
+        build(dataclasses.replace(settings, base=LanguageConfig(model=str(tmp_path))))
+
+
+def test_a_plan_says_what_a_stream_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = needle_config(tmp_path)
+    heads, size, layers, kept = 2, 8, 2, 32 + 4
+    wanted = {"window": layers * kept * 2 * heads * size * 4, "memory": layers * heads * size * size * 4}
+    assert plan(settings).stream_bytes == wanted
+    half = dataclasses.replace(settings, base=dataclasses.replace(settings.base, dtype="bfloat16"))
+    assert plan(half).stream_bytes == wanted | {"window": wanted["window"] // 2}
+    flags = ["needle-smollm2", "--base.model", str(language()), "--adapter.layers", "all"]
+    assert main(["plan", *flags, "--adapter.share", "gates"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("numbers of a memory's rules", "that stay with a client", f"{wanted['memory']:,} B"):
+        assert words in shown
+    assert main(["plan", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stream_bytes"]["memory"] == wanted["memory"]
+
+
+def test_layers_that_the_model_lacks_are_said_by_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(needle_config(tmp_path, adapter=MemoryConfig(layers="17-23")))
+    assert caught.value.where == "adapter.layers"
+
+
+@pytest.mark.parametrize("name", ["needle-smollm2", "needle-smollm2-short"])
+def test_the_presets_fit_the_model_they_name(name: str, tmp_path: Path) -> None:
+    settings = load_config(name)
+    assert settings.method == "fednl"
+    planned = plan(dataclasses.replace(settings, base=LanguageConfig(model=smollm2_sizes(tmp_path))))
+    assert planned.model_parameters == 134_515_008
+    assert planned.payload_bytes_up == 1_252_944
+    assert planned.stream_bytes == {"window": 1_566_720, "memory": 344_064}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS[:1] + ADAPTERS[3:], ids=lambda a: a.kind)
+def test_workers_share_the_frozen_model(adapter, tmp_path: Path) -> None:
+    settings = needle_config(tmp_path, adapter=adapter)
+    machine = dataclasses.replace(settings.machine, workers=3)
+    parts = build(dataclasses.replace(settings, machine=machine))
+    assert len(parts.workers) == 3
+    frozen = {p.data_ptr() for p in parts.base.parameters()}
+    for worker in parts.workers:
+        own = {p.data_ptr() for p in worker.model.parameters()} - frozen
+        if isinstance(worker.adapter, FullAdapter):
+            assert len(own) == len(frozen)
+        else:
+            assert len(own) <= len(worker.adapter.trainable())
+
+
+def test_the_text_is_made_tokens_once_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = nestling.build_language.split_text, []
+
+    def split(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        seen.append(len(ids))
+        return real(ids)
+
+    monkeypatch.setattr(nestling.build_language, "split_text", split)
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes Jack a dull boy. " * 600)
+    settings = needle_config(tmp_path)
+    task = dataclasses.replace(settings.task, text="file", path=str(text))
+    parts = build(dataclasses.replace(settings, task=task))
+    assert seen == [600 * 44]
+    assert b"makes Jack a dull" in _bytes(parts.task.held_out(0)[0].prompt)
+    assert b"makes Jack a dull" in _bytes(parts.task.item(0, 0, seed=0).prompt)
+    few, all_of_them = parts.recalls.round_task.held_out(1), parts.task.held_out(1)
+    assert (few, len(few), len(all_of_them)) == (all_of_them[:2], 2, 5)
+
+
+def _bytes(ids: list[int]) -> bytes:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(language()).decode(ids).encode()
+
+
+def test_shakespeare_that_is_not_here_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "find", lambda name: None)
+    settings = needle_config(tmp_path)
+    task = dataclasses.replace(settings.task, text="shakespeare")
+    with pytest.raises(ContextError, match="nestling fetch shakespeare"):
+        build(dataclasses.replace(settings, task=task))
+    text = tmp_path / "shakespeare.txt"
+    text.write_text("To be, or not to be, that is the question. " * 600)
+    monkeypatch.setattr(assets, "find", lambda name: text)
+    assert b"that is the quest" in _bytes(build(dataclasses.replace(settings, task=task)).task.held_out(0)[0].prompt)
+
+
+@pytest.mark.parametrize(("change", "where"), [({"length": 60}, "task.length"), ({"events": 61}, "task.events")])
+def test_items_that_cannot_be_made_name_their_setting(change: dict, where: str, tmp_path: Path) -> None:
+    settings = needle_config(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        build(dataclasses.replace(settings, task=dataclasses.replace(settings.task, **change)))
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS[:4], ids=lambda a: a.kind)
+def test_an_open_seed_is_the_runs(adapter, tmp_path: Path) -> None:
+    settings: RunConfig = needle_config(tmp_path, adapter=adapter, seed=9)
+    assert resolve(settings).adapter.seed == 9
+
+
+def test_a_hub_name_alone_loads_no_torch_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *a, **k: pytest.fail("loads weights"))
+    assert plan(needle_config(tmp_path)).rounds == 2
+
+
+def test_images_need_no_transformers(tmp_path: Path) -> None:
+    """In a process of its own, where the package cannot be imported."""
+    script = "import sys; sys.modules['transformers'] = sys.modules['peft'] = None\n"
+    script += "import nestling.api, nestling.cli.main\n"
+    script += "raise SystemExit(nestling.cli.main.main(['plan', 'flite-digits', '--json']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    script = script.replace("flite-digits", "needle-smollm2")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert 'pip install "nestling[llm]"' in done.stderr
