@@ -654,3 +654,29 @@ def test_a_stream_reaches_no_tensor_of_the_adapter_or_the_model() -> None:
             todo += [*one.values(), *one] if isinstance(one, dict) else list(one)
         elif type(one).__module__.startswith(("nestling", "transformers", "torch.nn")):
             todo += list(gc.get_referents(one))
+
+
+def test_window_dropout_reads_some_training_rows_with_the_memory_alone() -> None:
+    """Every row is either that of plain training or that of the memory alone; evaluation never drops."""
+    model, adapter = attached(changed(window_dropout=0.5))
+    ids = torch.from_numpy(Stream(0, "test", "ids").integers(16 * 20, 90)).view(16, 20) + 3
+    plain = read(model, ids)
+    with adapter.switch(window=False):
+        alone = read(model, ids)
+    model.train()
+    first, second = (model(ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(read(model, ids), plain)
+    for trained in (first, second):
+        is_plain = torch.isclose(trained, plain, atol=1e-5).flatten(1).all(1)
+        is_alone = torch.isclose(trained, alone, atol=1e-5).flatten(1).all(1)
+        assert (is_plain ^ is_alone).all()
+        assert 2 <= int(is_alone.sum()) <= 14
+    assert not torch.equal(first, second)
+    adapter.load_vector(adapter.vector())  # a client's training begins: the same draws again
+    assert torch.equal(model(ids, use_cache=False).logits, first)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_window_dropout_is_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match="window_dropout"):
+        MemoryConfig(window_dropout=share)

@@ -65,6 +65,8 @@ class MemoryAdapter:
         self._parameters = {name: nn.Parameter(value.clone().to(device)) for name, value in own.items()}
         self._rules: dict[str, Tensor] = dict(self._parameters)
         self._memory_on = True
+        self._passes = 0  # training passes since the state was set: they number the draws of `window_dropout`
+        self._drops_window = False
         self._reader = Reader(model, window=config.window, sinks=config.sinks)  # the last that may refuse the model
         self.frozen = Frozen(model)
         for number in self._numbers:
@@ -80,7 +82,13 @@ class MemoryAdapter:
         c = self.config
         spec = {"kind": c.kind, "seed": f"{c.seed:016x}", "scheme": SCHEME, "rank": c.rank, "layers": self._numbers}
         spec |= {"gate": c.gate, "update": c.update, "forget": c.forget, "window": c.window, "sinks": c.sinks}
-        spec |= {"low_rank": c.low_rank, "share": c.share, "write_bias": c.write_bias, "dim": c.dim}
+        spec |= {
+            "window_dropout": c.window_dropout,
+            "low_rank": c.low_rank,
+            "share": c.share,
+            "write_bias": c.write_bias,
+            "dim": c.dim,
+        }
         return spec | ({"maps": digest(self._maps).hex()} if self._maps else {})
 
     def vector(self) -> Vector:
@@ -90,6 +98,7 @@ class MemoryAdapter:
     def load_vector(self, vector: np.ndarray | Tensor) -> None:
         """Set them. Raises `ContextError` if the length differs, `WireError` if a number is not finite."""
         self._unpack(vector, self.layout)
+        self._passes = 0
 
     def local_vector(self) -> Vector:
         """What stays with the client, a copy: the low-rank parts with `share="gates"`, otherwise nothing."""
@@ -146,6 +155,11 @@ class MemoryAdapter:
         self._reader.remove()
         self.frozen.release()
 
+    def _without_window(self, rows: int) -> Tensor:
+        """bool [rows]: which rows of this training pass read with the memory alone; the same in all layers."""
+        drawn = Stream(self.config.seed or 0, "window-dropout", str(self._passes)).integers(rows, 1 << 16)
+        return torch.from_numpy(drawn < self.config.window_dropout * (1 << 16))
+
     def _pack(self, layout: Layout) -> Vector:
         return layout.pack({n: self._parameters[n].detach().cpu().numpy() for n in layout.names})
 
@@ -163,7 +177,10 @@ class _Regenerate(AdapterHook):
         self.adapter = adapter
 
     def __call__(self, body: nn.Module, args: object) -> None:
-        self.adapter._rules = self.adapter.weights()
+        adapter = self.adapter
+        adapter._rules = adapter.weights()
+        adapter._drops_window = bool(adapter.config.window_dropout) and body.training and torch.is_grad_enabled()
+        adapter._passes += adapter._drops_window
 
 
 class _Drop:
@@ -201,10 +218,14 @@ class _LayerMemory:
                 stream.memory = state
         if not adapter._reader.static:
             return read.to(static.dtype)
-        if adapter.config.gate == "none":
-            return (0.5 * static + 0.5 * read).to(static.dtype)
-        alpha = self._rule("gate", read).tanh().view(static.shape[2], -1)
-        return ((1 - alpha) * static + alpha * read).to(static.dtype)
+        alpha: Tensor | float = 0.5
+        if adapter.config.gate != "none":
+            alpha = self._rule("gate", read).tanh().view(static.shape[2], -1)
+        mixed = (1 - alpha) * static + alpha * read
+        if adapter._drops_window:
+            alone = adapter._without_window(len(static)).to(static.device)
+            mixed = torch.where(alone[:, None, None, None], read, mixed)
+        return mixed.to(static.dtype)
 
     def _project(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         x = seen.x.to(torch.promote_types(seen.x.dtype, torch.float32))

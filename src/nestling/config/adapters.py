@@ -85,6 +85,8 @@ class MemoryConfig:
     """Tokens that attention sees; 0: all of them."""
     sinks: int = 4
     """First tokens that stay in sight when there is a window."""
+    window_dropout: float = 0.0
+    """Share of training items that the layers with a memory read with it alone, as if their window were off."""
     low_rank: Literal["trained", "frozen"] = "trained"
     """frozen: there are none, and gates and write strengths alone are trained."""
     share: Literal["rules", "gates"] = "rules"
@@ -103,6 +105,11 @@ class MemoryConfig:
         is_one_of("adapter.update", self.update, ("delta", "additive"))
         is_count("adapter.window", self.window, 0)
         is_count("adapter.sinks", self.sinks, 0)
+        at_least("adapter.window_dropout", self.window_dropout, 0)
+        if self.window_dropout > 1:
+            raise ConfigError(
+                f"{self.window_dropout} is above 1", where="adapter.window_dropout", remedy="Give 0 to 1."
+            )
         is_one_of("adapter.low_rank", self.low_rank, ("trained", "frozen"))
         is_one_of("adapter.share", self.share, ("rules", "gates"))
         at_least("adapter.write_bias", self.write_bias, -100)
