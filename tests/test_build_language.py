@@ -175,3 +175,34 @@ def test_images_need_no_transformers(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 3
     assert 'pip install "nestling[llm]"' in done.stderr
+
+
+def test_a_plan_refuses_what_a_run_would(tmp_path: Path) -> None:
+    sizes = json.loads(Path(smollm2_sizes(tmp_path)).read_text())
+    config = needle_config(tmp_path, base=LanguageConfig(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 40}))
+    for adapter in (MemoryConfig(window=37), LoraConfig(window=37)):
+        with pytest.raises(ConfigError, match="more than the model's 40"):
+            plan(dataclasses.replace(config, adapter=adapter))
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "gemma2"}))
+    with pytest.raises(ConfigError, match="Llama family"):
+        plan(dataclasses.replace(config, adapter=MemoryConfig()))
+    plan(dataclasses.replace(config, adapter=LoraConfig()))  # without a window it fits any model
+
+
+def test_the_gates_of_llama_are_those_the_paper_counts(tmp_path: Path) -> None:
+    sizes = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": True}))
+    adapter = MemoryConfig(layers="all", gate="channel", low_rank="frozen", window=0)
+    config = needle_config(tmp_path, base=LanguageConfig(model=str(tmp_path)), adapter=adapter)
+    counted = plan(config)
+    assert sum(shape[0] for name, shape in counted.layout if name.endswith("gate")) == 32_768
+    assert counted.model_parameters == 1_235_814_400
+
+
+def test_a_rank_that_fits_no_message_is_refused_before_its_factors_are_drawn(tmp_path: Path) -> None:
+    config = needle_config(tmp_path, adapter=LoraConfig(rank=4_000_000_000))
+    for count in (plan, build):
+        with pytest.raises(ConfigError, match="do not fit a message"):
+            count(config)

@@ -13,6 +13,7 @@ from torch import nn
 
 from nestling.adapters.base import attach
 from nestling.adapters.latent import latent_layout
+from nestling.adapters.lora import lora_layout
 from nestling.adapters.targets import find_norms, find_weights, select
 from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.codec.quantise import Limits, body_size
@@ -20,6 +21,7 @@ from nestling.config.schema import (
     BaseConfig,
     FullConfig,
     LatentConfig,
+    LoraConfig,
     MemoryConfig,
     NeedleConfig,
     RunConfig,
@@ -91,6 +93,8 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         base, task, round_task, prefix = load_language(config, note=note)
     else:
         base, task = _load_images(config, note=note)
+    if isinstance(config.adapter, LoraConfig):  # before factors of any rank are drawn
+        _payloads(config, lora_layout(config.adapter, base))
     hashed = base_hash(base)
     share = not isinstance(config.adapter, FullConfig)
     models = [working_copy(base, share=share) for _ in range(config.machine.workers)]

@@ -680,3 +680,26 @@ def test_window_dropout_reads_some_training_rows_with_the_memory_alone() -> None
 def test_window_dropout_is_a_share(share: float) -> None:
     with pytest.raises(ConfigError, match="window_dropout"):
         MemoryConfig(window_dropout=share)
+
+
+def test_a_copy_is_possible_after_a_pass_with_gradients() -> None:
+    """The rules made of latents hang on their graph, which cannot be copied."""
+    model, adapter = attached(changed(dim=3))
+    move(adapter)
+    model(IDS, use_cache=False).logits.sum().backward()
+    other, _ = copy.deepcopy((model, adapter))
+    assert torch.equal(read(other), read(model))
+
+
+@pytest.mark.parametrize("then", [torch.no_grad, torch.inference_mode])
+def test_a_stream_begun_in_inference_mode_goes_on_outside_it(then) -> None:
+    model, adapter = attached(changed(layers="all"))
+    move(adapter)
+    with torch.no_grad():
+        whole = model(IDS).logits
+    cache = new_cache(model)
+    with torch.inference_mode():
+        parts = [model(IDS[:, :5], **continuing(model, cache)).logits]
+    with then():
+        parts += [model(token, **continuing(model, cache)).logits for token in IDS[:, 5:].split(1, 1)]
+    assert_close(torch.cat([part.clone() for part in parts], 1), whole)

@@ -221,3 +221,16 @@ def test_a_whole_federation_of_these_learns(adapter) -> None:
         return sum(float(worker.task.loss(worker.model, b).detach()) * len(b[1]) for b in batches)
 
     assert loss_at(server.state) < loss_at(before)
+
+
+def test_a_client_whose_own_part_is_not_finite_declines_and_keeps_what_it_had() -> None:
+    """Otherwise that part could not be loaded again, and the client never be served or judged."""
+    worker, server = make()
+    broken = np.array([np.inf], np.float32)
+    object.__setattr__(worker.adapter, "local_vector", lambda: broken)
+    object.__setattr__(worker.adapter, "load_local_vector", lambda vector: None)
+    worker = replace(worker, fresh=np.zeros(1, np.float32))
+    with pytest.raises(Declined) as caught:
+        worker.handle(0, server.broadcast(1))
+    assert caught.value.code == "local_not_finite"
+    assert worker.kept == {}

@@ -19,7 +19,7 @@ from nestling.adapters.memory import MemoryAdapter
 from nestling.config.schema import MemoryConfig
 from nestling.core.errors import ConfigError, ContextError, PrivateStateError
 from nestling.inference.stream import Session
-from nestling.models.window import use_window
+from nestling.models.window import reader_of, use_window
 
 transformers = pytest.importorskip("transformers")
 TEXT = "Ein Küken, 日本 & tabs\t. "
@@ -401,10 +401,14 @@ def test_an_interrupt_leaves_no_half_read_stream(breakable: nn.Module) -> None:
 
     session = Session(breakable, TOKENIZER)
     session.feed(TEXT)
-    breakable.model.layers[1].register_forward_pre_hook(interrupt)
+    breakable.model.layers[1].self_attn.k_proj.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         session.feed("more")
     assert session.tokens == 0
+    reader = reader_of(breakable)
+    assert reader is not None
+    assert reader.stream is None
+    assert not any(attention.nestling.kept for attention in reader.layers)
 
 
 def test_logits_that_are_not_finite_are_an_error_not_a_token(breakable: nn.Module) -> None:

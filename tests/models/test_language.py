@@ -393,3 +393,12 @@ def test_a_real_gguf_becomes_a_model_that_knows_paris(cache: Path, capfd: pytest
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
+
+
+def test_a_model_with_dropout_reads_alike_while_it_is_trained(copy: Path) -> None:
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    model, _ = load_language_model(str(copy), dtype="float32")
+    model.train()
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)

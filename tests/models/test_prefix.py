@@ -110,3 +110,31 @@ def test_a_full_prefix_remembers_no_more_and_stays_right() -> None:
         plain = model(ids, use_cache=False, logits_to_keep=1).logits
         torch.testing.assert_close(prefix.logits(model, ids, 1), plain, atol=ATOL, rtol=0)
     assert len(prefix.made) == 1
+
+
+@torch.no_grad()
+def test_a_beginning_that_another_worker_is_still_reading_is_not_taken() -> None:
+    model, _ = memory_on_top()
+    ids, more = some_ids(2, 9), some_ids(2, 4, seed=1)
+    whole = model(torch.cat([ids, more], 1)).logits[:, 9:]
+    prefix, one, two = Prefix(1), new_cache(model), new_cache(model)
+    prefix.logits_after(model, ids, one, 1, key=b"a")
+    prefix.logits_after(model, ids, two, 1, key=b"a")
+    for cache in (two, one):
+        torch.testing.assert_close(prefix.logits_after(model, more, cache, 0, key=b"ab"), whole, atol=ATOL, rtol=0)
+    three = new_cache(model)
+    prefix.logits_after(model, ids, three, 1, key=b"a")
+    after = prefix.logits_after(model, more, three, 0, key=b"ab")
+    torch.testing.assert_close(after, whole, atol=ATOL, rtol=0)
+    assert three.layers[0].get_seq_length() == 0  # now both were remembered
+    assert prefix.held == sum(hidden.nbytes for hidden in prefix.made.values())
+
+
+@torch.no_grad()
+def test_a_cache_that_is_used_again_keeps_to_the_limit() -> None:
+    model, _ = memory_on_top()
+    prefix, cache = Prefix(1, limit=1), new_cache(model)
+    for seed in range(3):
+        prefix.logits_after(model, some_ids(2, 8, seed), cache, 1, key=bytes([seed]))
+        cache.reset()
+    assert len(prefix.made) == 1

@@ -204,3 +204,47 @@ def test_gradient_checkpointing_is_refused_while_training() -> None:
     assert isinstance(reader, Reader)
     model.gradient_checkpointing_disable()
     model(IDS)
+
+
+OTHERS = {
+    "Gemma2": {"query_pre_attn_scalar": 8},  # caps its scores
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},  # has sinks of its own
+    "SmolLM3": {"pad_token_id": 0},  # some layers do not rotate
+    "Cohere": {},  # turns pairs of neighbours
+    "Glm": {"pad_token_id": 0},  # rotates half of a head
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_model_that_only_looks_alike_is_refused(family: str) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "bos_token_id": None, "eos_token_id": None}
+    settings = getattr(transformers, f"{family}Config")(**(sizes | OTHERS[family]))
+    model = getattr(transformers, f"{family}ForCausalLM")(settings)
+    with pytest.raises(ConfigError, match="no attention layers of the Llama family"):
+        use_window(model, window=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "most"),
+    [
+        ("Llama", {}, 64),
+        ("Mistral", {"sliding_window": 8}, 8),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 8),
+        ("Qwen3", {"use_sliding_window": False, "sliding_window": 8}, 64),
+    ],
+)
+def test_a_window_shows_no_more_than_the_model_itself_would_see(family: str, changes: dict, most: int) -> None:
+    model = tiny_llama(family, **changes)
+    with pytest.raises(ConfigError, match=f"model's {most}"):
+        use_window(model, window=most - 1, sinks=2)
+    assert reader_of(model) is None
+    expected = read(model)
+    reader = use_window(model, window=most - 2, sinks=2)
+    if most == 64:
+        assert_close(read(model), expected)
+    reader.remove()
+    use_window(model, window=0)
+    assert torch.equal(read(model), expected)
