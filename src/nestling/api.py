@@ -152,7 +152,7 @@ def _run(
     rows = dict(references.recalls) if references else {}
     if parts.recalls is not None:
         rows |= parts.recalls.trained(parts.server.state, note=tell)
-        rows |= parts.recalls.frozen(note=tell)
+        rows = parts.recalls.frozen(note=tell) | rows
     result = Result(
         name=config.name,
         method=config.method,
