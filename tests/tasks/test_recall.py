@@ -83,6 +83,17 @@ def reader(made: NeedleTask, *, wrong: bool = False, slip: int | None = None) ->
     return Reader(follows, slip)
 
 
+def test_a_model_that_gives_nan_is_right_about_nothing() -> None:
+    made = task(["mk"])
+
+    class Broken(Reader):
+        def forward(self, *args, **kwargs):
+            return SimpleNamespace(logits=super().forward(*args, **kwargs).logits * float("nan"))
+
+    [row] = made.evaluate(Broken(reader(made).follows), new_cache=lambda model: Rows())
+    assert (row.exact, row.chosen) == (0, 0)
+
+
 def test_it_is_what_training_needs() -> None:
     assert isinstance(task(), Batches)
 

@@ -12,7 +12,6 @@ have to write the same queue. The lock knows sessions only; a model that is bein
 
 import threading
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from nestling.config.checks import is_count
 from nestling.core.errors import ConfigError, ContextError, NestlingError
 from nestling.inference.cache import new_cache
 from nestling.inference.generate import Sampler, TextDecoder
-from nestling.models.streams import Private, StreamCache
+from nestling.models.streams import Private, StreamCache, cache_argument
 from nestling.models.window import Reader, reader_of
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -60,7 +59,7 @@ class Session(Private):
         self.model, self.tokenizer = model, tokenizer
         with _LOCKS_LOCK:
             self._lock = _LOCKS.setdefault(model, threading.RLock())
-        self._argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        self._argument = cache_argument(model.forward)
         self._cache: Any = None
         self._reader: Reader | None = None
         self._logits: Tensor | None = None

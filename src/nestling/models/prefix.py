@@ -9,14 +9,13 @@ the lower layers alone, so that what is remembered does not depend on which item
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from nestling.models.streams import StreamCache
+from nestling.models.streams import StreamCache, cache_argument
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Prefix:
         beginning to its end, or not at all. A beginning that another worker has made, and not yet what follows it,
         counts as not remembered.
         """
-        name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        name = cache_argument(model.forward)
         # Of the layers above, which alone have read every token of a remembered stream.
         start = cache.layers[self.first].get_seq_length()
         places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]

@@ -4,7 +4,9 @@ It is a cache of transformers in form, so that `model.generate()` works, but not
 is private: it holds what a user said. It refuses to be copied, pickled or saved.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +15,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nestling.core.errors import ContextError, PrivateStateError
+
+
+def cache_argument(forward: Callable[..., object]) -> str:
+    """What a forward pass calls its cache: newer versions of transformers have another name for it.
+
+    >>> cache_argument(lambda ids, past_key_values=None: None)
+    'past_key_values'
+    """
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 @dataclass

@@ -19,12 +19,12 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 
 from nestling.core.errors import ConfigError, ContextError
 from nestling.models.attend import attend
-from nestling.models.streams import StreamCache, StreamLayer
+from nestling.models.padding import Rows, positions, rows_of
+from nestling.models.streams import StreamCache, StreamLayer, cache_argument
 
 WINDOWED, FULL = "nestling-window", "nestling-full"
 """Names of our attention functions in transformers' table: with a window, and (as a beginning) without one."""
@@ -54,27 +54,6 @@ class Seen:
     q: Tensor
     k: Tensor
     v: Tensor
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where the real tokens of a padded batch are: `order` lists each row's real tokens first, in their own order."""
-
-    order: Int64[Tensor, "b t"]
-    lengths: Int64[Tensor, " b"]
-
-    @property
-    def mask(self) -> Bool[Tensor, "b t"]:
-        """True where a row, put in order, still has real tokens."""
-        return torch.arange(self.order.shape[1], device=self.order.device) < self.lengths[:, None]
-
-    def align(self, x: Tensor) -> Tensor:
-        """[B, T, …] with each row's real tokens first."""
-        return x.gather(1, _like(self.order, x))
-
-    def restore(self, x: Tensor) -> Tensor:
-        """The opposite of `align`."""
-        return torch.zeros_like(x).scatter(1, _like(self.order, x), x)
 
 
 class Layer:
@@ -253,14 +232,14 @@ class _Begin:
             )
         reader, names = self.reader, list(signature(body.forward).parameters)
         kwargs = dict(zip(names, args, strict=False)) | kwargs
-        name = "cache" if "cache" in names else "past_key_values"
+        name = cache_argument(body.forward)
         if name not in kwargs and "past_key_values" in kwargs:
             name = "past_key_values"  # the older name, which newer versions still take
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         if given.shape[1] == 0:
             raise ConfigError("has no tokens", where="input_ids", remedy="Give one or more.")
         mask = kwargs.get("attention_mask")
-        rows = _rows(mask, given.shape[1])
+        rows = rows_of(mask, given.shape[1])
         stream = self._stream(body, kwargs, name)
         if stream is None:
             kwargs["use_cache"] = False
@@ -270,7 +249,7 @@ class _Begin:
             kwargs[name] = stream
         padded = rows is not None or (stream is not None and stream.padded)
         if padded and reader.window and kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = _positions(given, rows, stream)
+            kwargs["position_ids"] = positions(given, rows, stream)
         if stream is not None:
             stream.reading = True
         reader.stream, reader.rows = stream, rows
@@ -324,14 +303,6 @@ def _check_padding(stream: StreamCache, mask: Tensor | None, tokens: int) -> Non
         )
 
 
-def _positions(given: Tensor, rows: Rows | None, stream: StreamCache | None) -> Int64[Tensor, "b t"]:
-    """Of each token among the real ones of its row; transformers would count padding."""
-    positions = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
-    if stream is not None and stream.layers[0].count is not None:
-        positions = positions + stream.layers[0].count[:, None]
-    return positions if rows is None else rows.restore(positions)
-
-
 class _End:
     """After it, whether it succeeded or not: nothing of the stream is left here."""
 
@@ -359,24 +330,6 @@ class _Keep:
 
     def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
         self.layer.kept[self.name] = output
-
-
-def _rows(mask: object, tokens: int) -> Rows | None:
-    """Where the real tokens of the last `tokens` columns are; None if all are real."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < tokens:
-        raise ConfigError(
-            f"has no column for each of the {tokens} tokens", where="attention_mask", remedy="Give [batch, tokens]."
-        )
-    real = mask[:, -tokens:].bool()
-    if bool(real.all()):
-        return None
-    return Rows((~real).to(torch.uint8).argsort(dim=1, stable=True), real.sum(1))
-
-
-def _like(order: Tensor, x: Tensor) -> Tensor:
-    return order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x)
 
 
 class _Full:

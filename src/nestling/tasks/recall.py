@@ -254,11 +254,12 @@ class NeedleTask:
         logits = logits.float()
         inside = torch.arange(longest, device=self.device) < lengths[:, None]
         token_losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
-        losses = (token_losses.double() * inside).sum(1).view(-1, 4)
+        losses = token_losses.double().masked_fill(~inside, 0).sum(1).view(-1, 4)
         greedy = ((logits.argmax(2) == ids) | ~inside).all(1).view(-1, 4)
         right = torch.tensor([item.right for item in items], device=self.device)
+        chosen = (losses.argmin(1) == right) & ~losses.isnan().any(1)  # to argmin, the first NaN is the least
         own = torch.arange(len(items), device=self.device), right
-        return torch.stack([greedy[own].double(), (losses.argmin(1) == right).double(), losses[own]], 1)
+        return torch.stack([greedy[own].double(), chosen.double(), losses[own]], 1)
 
 
 def _read_all(model: nn.Module, ids: Tensor, keep: int) -> Tensor:
