@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", type=Path, required=True, help="folder of a run, or of its adapter")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="as the run's base.dtype")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--templates", nargs="+", default=["mk", "passkey"], choices=list(TEMPLATES))
     parser.add_argument("--items", type=int, default=50, help="of each template and length")
@@ -43,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    model, tokenizer = load_language_model(options.model)
+    model, tokenizer = load_language_model(options.model, dtype=options.dtype)
     tokens = np.array(tokenizer(load_text("python-docs"), add_special_tokens=False, verbose=False)["input_ids"])
     filler, held_out = split_text(tokens)
     task = NeedleTask(
@@ -73,6 +74,14 @@ def main() -> None:
     print("\n| tokens | memory − window alone: exact, points | of four, points |\n|---:|---:|---:|")
     for length in options.lengths:
         print(f"| {length:,} | {gain(rows, length, 'hits')} | {gain(rows, length, 'choices')} |")
+    names = list(rows)
+    print("\n| kind of fact, tokens | " + " | ".join(f"{name}: exact %, of four %" for name in names) + " |")
+    print("|---|" + "---:|" * len(names))
+    for length in options.lengths:
+        for kind, template in enumerate(options.templates):
+            kinds = [rows[name][length][kind] for name in names]
+            cells = (f"{100 * r.exact / r.items:.0f}, {100 * r.chosen / r.items:.0f}" for r in kinds)
+            print(f"| {template}, {length:,} | " + " | ".join(cells) + " |")
     print("\n| depth | " + " | ".join(f"{length:,} tokens" for length in options.lengths) + " |")
     print("|---:|" + "---:|" * len(options.lengths))
     for depth in sorted({depth for r in rows["memory"][options.lengths[0]] for depth in r.by_depth}):

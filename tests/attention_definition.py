@@ -46,21 +46,27 @@ def exact(model: nn.Module) -> nn.Module:
 
 
 def logits(
-    model: nn.Module, ids: Sequence[int], *, window: int = 0, sinks: int = 0, rules: Rules | None = None, **kind: object
-) -> Tensor:
-    """float64[tokens, words] of one stream. `kind`: gate, update and forget of the memory, without (memory=False)
+    model: nn.Module, ids: Sequence[int], *, window: int = 0, sinks: int = 0, rules: Rules | None = None,
+    address: str = "own", **kind: object
+) -> Tensor:  # fmt: skip
+    """float64[tokens, words] of one stream. `kind`: gate, mix, update and forget of the memory, without (memory=False)
     or alone (static=False)."""
     weights = {name: w.detach().double() for name, w in model.state_dict().items()}
     rules = {name: rule.double() for name, rule in (rules or {}).items()}
     shape = model.config
     h = [weights["model.embed_tokens.weight"][i] for i in ids]
+    addresses = None
     for number in range(shape.num_hidden_layers):
         at = f"model.layers.{number}"
         x = [_norm(t, weights[f"{at}.input_layernorm.weight"], shape.rms_norm_eps) for t in h]
         own = {name.removeprefix(f"{at}.self_attn."): w for name, w in weights.items() if f"{at}.self_attn." in name}
         mine = {name.removeprefix(f"layers.{number}."): r for name, r in rules.items() if f"layers.{number}." in name}
         freq = model.model.rotary_emb.inv_freq.double()
-        a = _attention(x, own, mine, shape, freq, window=window, sinks=sinks, **kind)
+        if address.startswith(f"{number}."):
+            head = int(address.rpartition(".")[2])
+            keys = [_project(token, own, "k", shape.head_dim, shape)[head] for token in x]
+            addresses = addresses_of(keys, rules["address.centre"], rules["address.taps"])
+        a = _attention(x, own, mine, shape, freq, window=window, sinks=sinks, addresses=addresses, **kind)
         h = [t + own["o_proj.weight"] @ o for t, o in zip(h, a, strict=True)]
         for t, token in enumerate(h):
             y = _norm(token, weights[f"{at}.post_attention_layernorm.weight"], shape.rms_norm_eps)
@@ -69,6 +75,18 @@ def logits(
             h[t] = token + weights[f"{at}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
     last = [_norm(t, weights["model.norm.weight"], shape.rms_norm_eps) for t in h]
     return torch.stack([weights["lm_head.weight"] @ t for t in last])
+
+
+def addresses_of(keys: list[Tensor], centre: Tensor, taps: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each token of a stream from its beginning, where it reads and where it writes: [d] each."""
+    made = []
+    for t in range(-1, len(keys)):  # -1: what stands behind nothing
+        f = torch.zeros_like(centre)
+        for j, tap in enumerate(taps):
+            if t - j >= 0:
+                f = f + tap * (_unit(keys[t - j]) - centre)
+        made.append(_unit(f))
+    return made[1:], made[:-1]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,7 +102,9 @@ def _attention(
     *,
     window: int,
     sinks: int,
+    addresses: tuple[list[Tensor], list[Tensor]] | None = None,
     gate: str = "head",
+    mix: str = "blend",
     update: str = "delta",
     memory: bool = True,
     static: bool = True,
@@ -111,6 +131,9 @@ def _attention(
             corrected[name] = given
             if f"{name}.A" in rules:
                 corrected[name] = given + (rules[f"{name}.B"] @ (rules[f"{name}.A"] @ token)).view(-1, size)
+        if addresses is not None:  # the same for all heads
+            corrected["q"] = addresses[0][t].expand(heads, size)
+            corrected["k"] = addresses[1][t].expand(groups, size)
         for group in range(groups):
             key, value = _unit(corrected["k"][group]), corrected["v"][group]
             beta = torch.sigmoid(rules["write.weight"][group] @ token + rules["write.bias"][group])
@@ -121,10 +144,15 @@ def _attention(
         mixed = []
         for head in range(heads):
             read = states[head // (heads // groups)].T @ _unit(corrected["q"][head])
-            alpha = {"none": lambda: torch.tensor(0.5, dtype=torch.float64)}.get(
-                gate, lambda head=head: torch.tanh(rules["gate"].view(heads, -1)[head])
-            )()
-            mixed.append((1 - alpha) * attended[head] + alpha * read if static else read)
+            if not static:
+                mixed.append(read)
+                continue
+            open_by = rules["gate"].view(heads, -1)[head] if gate != "none" else None
+            if mix == "add":
+                mixed.append(attended[head] + (0.5 if open_by is None else open_by) * read)
+            else:
+                alpha = 0.5 if open_by is None else torch.tanh(open_by)
+                mixed.append((1 - alpha) * attended[head] + alpha * read)
         outputs.append(torch.cat(mixed))
     return outputs
 

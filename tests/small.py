@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from nestling.codec.form import Limits
 from nestling.codec.message import decode, encode, peek, state_digest
-from nestling.codec.quantise import Limits
 from nestling.config.load import parse_config
 from nestling.config.schema import CodecConfig, RunConfig
 from nestling.core.types import Failure, Progress

@@ -11,7 +11,7 @@ import torch
 from small import config, finished
 
 import nestling
-from nestling.api import run
+from nestling.api import run, settings_digest
 from nestling.build import build, resolve
 from nestling.codec.message import peek, state_digest
 from nestling.config.load import load_config
@@ -42,12 +42,13 @@ def accuracy_of(folder: Path, settings: RunConfig) -> float:
 
 
 def test_a_run_learns_and_says_so() -> None:
-    _, result, _ = finished()
+    settings, result, _ = finished()
     assert result.accuracy > 0.2
     assert result.accuracy_base is not None
     assert (result.method, result.adapter, result.codec, result.task) == ("flite", "latent", "float32", "Fashion-MNIST")
     assert (result.rounds, result.clients, result.test_items, result.classes, result.alpha) == (2, 3, 60, 10, 1.0)
     assert result.rejected == {}
+    assert result.settings == settings_digest(resolve(settings))
 
 
 def test_the_folder_holds_all_that_is_promised() -> None:
@@ -201,6 +202,39 @@ def test_fedavg_in_int4_keeps_its_adapter_too(tmp_path: Path) -> None:
     assert (result.method, result.codec) == ("fedavg", "int4-message")
     assert result.bytes_up == 3 * (result.payload_bytes_up + 64)
     assert accuracy_of(Path(result.run_dir), settings) == result.accuracy
+
+
+def test_what_is_saved_is_what_was_judged_and_what_clients_would_receive(tmp_path: Path) -> None:
+    settings = config(tmp_path, codec=CodecConfig(down_bits=2), rounds=1)
+    result = run(settings)
+    assert accuracy_of(Path(result.run_dir), settings) == result.accuracy
+    model = make_resnet("resnet8", width=8, channels=1, classes=10, seed=0)
+    load_base(model, Path(result.run_dir) / "base.safetensors")
+    saved = nestling.from_pretrained(model, Path(result.run_dir) / "adapter").vector()
+    assert state_digest(saved) == result.state_digest
+    assert len(np.unique(saved)) <= 4  # two bits a number
+
+
+def test_seeds_and_places_share_a_digest_of_settings_and_nothing_else_does(tmp_path: Path) -> None:
+    plain = config(tmp_path)
+    same = [
+        dataclasses.replace(plain, seed=3, name="other"),
+        dataclasses.replace(plain, machine=dataclasses.replace(plain.machine, workers=2, out="elsewhere")),
+        dataclasses.replace(plain, base=dataclasses.replace(plain.base, weights="here.safetensors")),
+        dataclasses.replace(plain, task=dataclasses.replace(plain.task, path="there")),
+    ]
+    (digest,) = {settings_digest(resolve(c)) for c in [plain, *same]}
+    assert len(digest) == 8
+    others = [
+        dataclasses.replace(plain, codec=CodecConfig(bits=4)),
+        dataclasses.replace(plain, codec=CodecConfig(bits=4, feedback=True)),
+        dataclasses.replace(plain, codec=CodecConfig(down_bits=16)),
+        dataclasses.replace(plain, local=dataclasses.replace(plain.local, mu=0.5)),
+        dataclasses.replace(plain, task=dataclasses.replace(plain.task, evaluate_on="validation")),
+        dataclasses.replace(plain, base=dataclasses.replace(plain.base, head="random")),
+        dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, seed=9)),
+    ]
+    assert len({settings_digest(resolve(c)) for c in [plain, *others]}) == 8
 
 
 # Runs that end early.

@@ -147,7 +147,7 @@ def test_with_shared_gates_each_client_goes_on_with_its_own_part(tmp_path: Path)
     assert isinstance(worker.adapter, MemoryAdapter)
     message = parts.server.broadcast(1)
     parts.engine.exchange(dict.fromkeys([0, 1], message))
-    first, second = worker.kept[0].copy(), worker.kept[1].copy()
+    first, second = worker.kept[0]["adapter"].copy(), worker.kept[1]["adapter"].copy()
     assert len({v.tobytes() for v in (worker.fresh, first, second)}) == 3
     worker.load(parts.server.state, 0)
     assert worker.adapter.local_vector().tobytes() == first.tobytes()
@@ -156,8 +156,8 @@ def test_with_shared_gates_each_client_goes_on_with_its_own_part(tmp_path: Path)
     worker.load(parts.server.state, None)
     assert worker.adapter.local_vector().tobytes() == worker.fresh.tobytes()
     parts.engine.exchange({0: parts.server.broadcast(2)})
-    assert worker.kept[0].tobytes() != first.tobytes()
-    assert worker.kept[1].tobytes() == second.tobytes()
+    assert worker.kept[0]["adapter"].tobytes() != first.tobytes()
+    assert worker.kept[1]["adapter"].tobytes() == second.tobytes()
 
 
 def test_a_client_is_judged_with_its_own_part_and_not_with_anothers(tmp_path: Path) -> None:

@@ -2,19 +2,30 @@
 
 import dataclasses
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from small import config, images
 
+from nestling.adapters.base import InexactAverages
 from nestling.adapters.full import FullAdapter
 from nestling.adapters.latent import LatentAdapter
 from nestling.build import build, check_device, plan, resolve, run_id
 from nestling.cli.main import main
 from nestling.codec.message import peek
 from nestling.config.load import load_config, parse_config
-from nestling.config.schema import CodecConfig, FullConfig, LatentConfig, LocalConfig, RunConfig
+from nestling.config.schema import (
+    CodecConfig,
+    FullConfig,
+    LatentConfig,
+    LocalConfig,
+    LoraConfig,
+    MappingConfig,
+    RunConfig,
+)
 from nestling.core.errors import ConfigError, ContextError, NestlingError
 from nestling.core.types import Engine
 
@@ -71,12 +82,16 @@ def small_configs(tmp_path: Path) -> list[RunConfig]:
         LatentConfig(dim=2, targets=("stages.0.*", "head"), exclude=("*conv2",)),
         FullConfig(),
         FullConfig(targets=("*conv*",), exclude=("stem.*",)),
+        LoraConfig(rank=2, targets=("*conv*",)),
+        LoraConfig(rank=3, targets=("conv2", "head"), ffa=True),
+        LoraConfig(rank=3, targets=("conv?",), layers="upper:0.4", dim=5),
+        MappingConfig(dim=50, targets=("*conv*",)),
     ]
     codecs = [CodecConfig(), CodecConfig(bits=4, scale="tensor"), CodecConfig(bits=16, down_bits=8)]
     return [dataclasses.replace(plain, adapter=a, codec=c) for a in adapters for c in codecs]
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(27))
 def test_what_is_planned_is_what_travels(number: int, tmp_path: Path) -> None:
     settings = small_configs(tmp_path)[number]
     planned, parts = plan(settings), build(settings)
@@ -232,6 +247,35 @@ def test_cat_018_another_base_is_another_context(tmp_path: Path) -> None:
     assert here.base_hash != there.base_hash
     with pytest.raises(NestlingError):
         there.workers[0].handle(0, here.server.broadcast(1))
+
+
+def test_averages_that_are_not_exact_are_said_once_and_in_one_plain_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a run's adapter says is tested here; that the command shows it without a line of code, too."""
+    monkeypatch.setattr("nestling.adapters.base._WARNED", set())
+    settings = small_configs(tmp_path)[0]
+    build(settings)
+    exact = [dataclasses.replace(settings, adapter=a) for a in (MappingConfig(dim=9), FullConfig())]
+    squashed = dataclasses.replace(settings, adapter=MappingConfig(dim=9, squash=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in exact:
+            build(each)
+        with pytest.raises(InexactAverages):
+            build(squashed)
+        build(squashed)
+    monkeypatch.setattr("nestling.adapters.base._WARNED", set())
+    monkeypatch.setattr("nestling.cli.main._dispatch", lambda args: build(squashed) and 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        # What Python itself does with a warning, in the place of what pytest does.
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda *args: print(warnings.formatwarning(*args[:4]), end="", file=sys.stderr)
+        )
+        assert main(["run"]) == 0
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("nestling: the mean of clients' mapping vectors is not the mean of their models")
 
 
 # What does not fit is said before anything is trained.

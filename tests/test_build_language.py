@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from small import language, needle_config, smollm2_sizes
+from small import language, needle_config, smollm2_sizes, tiny_llama
 
 import nestling.build_language
 from nestling.adapters.full import FullAdapter
@@ -28,7 +28,9 @@ ADAPTERS = [
     MemoryConfig(layers="1", rank=2, window=0, dim=3, gate="channel", forget=True),
     MemoryConfig(layers="all", rank=2, share="gates"),
     LoraConfig(rank=2, window=32),
+    LoraConfig(rank=2, ffa=True, dim=6),
     FullConfig(targets=("*q_proj*",)),
+    MemoryConfig(layers="1", rank=2, window=32, address="0.1", mix="add"),
 ]
 
 
@@ -67,7 +69,7 @@ def test_a_plan_says_what_a_stream_needs(tmp_path: Path, capsys: pytest.CaptureF
     assert plan(settings).stream_bytes == wanted
     half = dataclasses.replace(settings, base=dataclasses.replace(settings.base, dtype="bfloat16"))
     assert plan(half).stream_bytes == wanted | {"window": wanted["window"] // 2}
-    flags = ["needle-smollm2", "--base.model", str(language()), "--adapter.layers", "all"]
+    flags = ["needle-smollm2", "--base.model", str(language()), "--adapter.layers", "all", "--adapter.address", "own"]
     assert main(["plan", *flags, "--adapter.share", "gates"]) == 0
     shown = capsys.readouterr().out
     for words in ("numbers of a memory's rules", "that stay with a client", f"{wanted['memory']:,} B"):
@@ -82,14 +84,42 @@ def test_layers_that_the_model_lacks_are_said_by_the_plan(tmp_path: Path) -> Non
     assert caught.value.where == "adapter.layers"
 
 
+def test_a_plan_counts_the_rules_of_an_address(tmp_path: Path) -> None:
+    adapter = MemoryConfig(layers="20-29", rank=16, window=64, sinks=4, address="18.2", mix="add")
+    settings = needle_config(tmp_path, base=LanguageConfig(model=smollm2_sizes(tmp_path)), adapter=adapter)
+    planned = plan(settings)
+    assert planned.layout[:2] == [("address.centre", [64]), ("address.taps", [4])]
+    assert not any(".q." in name or ".k." in name for name, _ in planned.layout)
+    layer = 16 * 576 + 192 * 16 + 3 * 577 + 9  # corrections of values, write strengths, gates
+    assert planned.trainable_parameters == planned.adapted_parameters == 64 + 4 + 10 * layer
+    assert planned.stream_bytes["memory"] == 10 * 3 * 64 * 64 * 4 + 4 * 64 * 4
+    for address in ("30.0", "18.3", "21.0"):
+        with pytest.raises(ConfigError) as caught:
+            plan(dataclasses.replace(settings, adapter=dataclasses.replace(adapter, address=address)))
+        assert caught.value.where == "adapter.address"
+
+
+def test_an_address_is_given_as_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It looks like a number, and is none."""
+    flags = ["--base.model", smollm2_sizes(tmp_path), "--adapter.address", "16.2", "--adapter.mix", "add", "--json"]
+    assert main(["plan", "needle-smollm2", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"][0] == ["address.centre", [64]]
+
+
+@pytest.mark.parametrize(("address", "first"), [("own", 2), ("2.0", 2), ("1.1", 1), ("0.0", 0)])
+def test_what_is_remembered_ends_below_the_layer_of_the_addresses(address: str, first: int, tmp_path: Path) -> None:
+    settings = needle_config(tmp_path, adapter=MemoryConfig(layers="2", rank=2, window=8, address=address))
+    assert nestling.build_language._prefix(settings, tiny_llama()).first == first
+
+
 @pytest.mark.parametrize("name", ["needle-smollm2", "needle-smollm2-short"])
 def test_the_presets_fit_the_model_they_name(name: str, tmp_path: Path) -> None:
     settings = load_config(name)
     assert settings.method == "fednl"
     planned = plan(dataclasses.replace(settings, base=LanguageConfig(model=smollm2_sizes(tmp_path))))
     assert planned.model_parameters == 134_515_008
-    assert planned.payload_bytes_up == 1_252_944
-    assert planned.stream_bytes == {"window": 1_566_720, "memory": 344_064}
+    assert planned.payload_bytes_up == 224_720
+    assert planned.stream_bytes == {"window": 1_566_720, "memory": 197_632}
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS[:1] + ADAPTERS[3:], ids=lambda a: a.kind)
@@ -103,6 +133,8 @@ def test_workers_share_the_frozen_model(adapter, tmp_path: Path) -> None:
         own = {p.data_ptr() for p in worker.model.parameters()} - frozen
         if isinstance(worker.adapter, FullAdapter):
             assert len(own) == len(frozen)
+        elif isinstance(adapter, LoraConfig) and (adapter.ffa or adapter.dim):  # factors that are made, not trained
+            assert len(own) <= 2 * len(worker.adapter.weights())
         else:
             assert len(own) <= len(worker.adapter.trainable())
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nestling.api import run
     from nestling.build import Plan, plan
     from nestling.config.load import load_config
-    from nestling.config.schema import FullConfig, LatentConfig, LoraConfig, MemoryConfig, RunConfig
+    from nestling.config.schema import FullConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig, RunConfig
     from nestling.core.errors import NestlingError
     from nestling.core.types import Progress
     from nestling.inference.cache import new_cache
@@ -44,6 +44,7 @@ _HOMES = {
     "FullConfig": "nestling.config.schema",
     "LatentConfig": "nestling.config.schema",
     "LoraConfig": "nestling.config.schema",
+    "MappingConfig": "nestling.config.schema",
     "MemoryConfig": "nestling.config.schema",
     "NestlingError": "nestling.core.errors",
     "Plan": "nestling.build",
@@ -64,6 +65,7 @@ __all__ = [
     "FullConfig",
     "LatentConfig",
     "LoraConfig",
+    "MappingConfig",
     "MemoryConfig",
     "NestlingError",
     "Plan",

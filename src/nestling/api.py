@@ -3,6 +3,9 @@
 The command line does nothing else; a notebook can call it as well.
 """
 
+import dataclasses
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +16,8 @@ import torch
 
 from nestling.adapters.base import averaging_error
 from nestling.build import Parts, build, resolve, run_id
+from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
-from nestling.codec.quantise import body_size
 from nestling.config.load import dump_config
 from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
 from nestling.core.errors import NestlingError, RunError
@@ -22,6 +25,7 @@ from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
 from nestling.federation.loop import Round, run_rounds
+from nestling.federation.personal import personal_accuracies
 from nestling.federation.reference import References, train_references
 from nestling.models.backbones import base_bytes
 from nestling.report.html import write_report
@@ -136,7 +140,7 @@ def _run(
         refusals.update(failure.code for failure in done.refused.values())
         sent, last = totals.total(), done
         if worker.fresh is None:  # a part that stays with each client is in no file
-            worker.adapter.load_vector(parts.server.state)
+            worker.adapter.load_vector(done.state)
             worker.adapter.save_pretrained(folder.path / "adapter")
         tell("federating", done)
         ever_used = ever_used or done.used
@@ -151,7 +155,7 @@ def _run(
 
     rows = dict(references.recalls) if references else {}
     if parts.recalls is not None:
-        rows |= parts.recalls.trained(parts.server.state, note=tell)
+        rows |= parts.recalls.trained(last.state, note=tell)
         rows = parts.recalls.frozen(note=tell) | rows
     result = Result(
         name=config.name,
@@ -173,15 +177,32 @@ def _run(
         run_dir=str(folder.path),
         averaging_error=_averaging_error(last, worker),
         base_hash=parts.base_hash,
-        state_digest=state_digest(parts.server.state),
+        state_digest=state_digest(last.state),
         model_parameters=sum(p.numel() for p in parts.base.parameters()),
         rejected=dict(refusals),
+        settings=settings_digest(config),
         **_of_task(config, parts, start=start, last=last, rows=rows),
     )
     recorder.finish(result)
     record = write_report([folder.path], folder.path / "report.html").runs[0]
     accuracy_against_bytes([record.result], [record.metrics], folder.path / "accuracy_against_bytes")
     return result
+
+
+def settings_digest(config: RunConfig) -> str:
+    """Eight hex signs for the settings that runs over seeds share: all but seed, name, machine and where things lie.
+
+    The adapter's own seed counts where it does not follow the run's.
+
+    >>> settings_digest(RunConfig(seed=1, name="a")) == settings_digest(RunConfig(seed=2, name="b"))
+    True
+    """
+    shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("seed", "name", "machine")}
+    shared["task"].pop("path")
+    shared["base"].pop("weights", None)
+    if shared["adapter"].get("seed") == config.seed:
+        shared["adapter"]["seed"] = None
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _references(config: RunConfig, parts: Parts, note: Callable[[str], object]) -> References:
@@ -213,7 +234,12 @@ def _of_task(
             "gains": gains(rows),
         }
     assert isinstance(parts.task, ImageTask)
+    personal: tuple[float | None, float | None] = (None, None)
+    if config.local.rule == "ala":
+        personal = personal_accuracies(parts.workers, parts.task, last.state)
     return {
+        "accuracy_personal": personal[0],
+        "accuracy_personal_global": personal[1],
         "task": TITLES[config.task.data],
         "alpha": config.task.alpha if config.task.partition == "dirichlet" else None,
         "accuracy": last.accuracy,

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from nestling.adapters.base import attach
+from nestling.adapters.base import attach, warn_if_inexact
 from nestling.adapters.latent import latent_layout
 from nestling.adapters.lora import lora_layout
+from nestling.adapters.lora_targets import lora_targets
+from nestling.adapters.mapping import mapping_layout
 from nestling.adapters.targets import find_norms, find_weights, select
+from nestling.codec.codecs import Limits, body_size
 from nestling.codec.message import HEADER_SIZE, LARGEST
-from nestling.codec.quantise import Limits, body_size
 from nestling.config.schema import (
     BaseConfig,
     FullConfig,
     LatentConfig,
     LoraConfig,
+    MappingConfig,
     MemoryConfig,
     NeedleConfig,
     RunConfig,
@@ -33,6 +36,7 @@ from nestling.core.vectors import Layout, Vector
 from nestling.engines.inprocess import InProcessEngine
 from nestling.federation.agreement import Agreement
 from nestling.federation.client import Worker
+from nestling.federation.local import ClientState
 from nestling.federation.server import Server
 from nestling.models.backbones import base_hash
 from nestling.models.copies import working_copy
@@ -100,6 +104,7 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     models = [working_copy(base, share=share) for _ in range(config.machine.workers)]
     adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
     _payloads(config, adapters[0].layout)
+    warn_if_inexact(adapters[0])
     examples = task.examples(None)
     agreement = Agreement(
         layout=adapters[0].layout,
@@ -107,7 +112,7 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         limits=Limits(max_examples=max(1, examples), max_abs=config.server.max_abs),
         spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)},
     )
-    fresh, kept = _fresh_local(config, adapters[0]), dict[int, Vector]()
+    fresh, kept = _fresh_local(config, adapters[0]), dict[int, ClientState]()
     workers = [
         Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds, fresh, kept)
         for model, adapter in zip(models, adapters, strict=True)
@@ -282,6 +287,12 @@ def _count_images(config: RunConfig) -> tuple[Layout, int, int]:
         norms = find_norms(model, mapped) if adapter.train_norms else []
         layout = latent_layout(mapped, norms, adapter)
         return layout, sum(t.base.numel() for t in mapped + norms), sum(sizes.values())
+    if isinstance(adapter, LoraConfig):
+        changed = lora_targets(adapter, model).values()
+        return lora_layout(adapter, model), sum(m.weight.numel() for m in changed), sum(sizes.values())
+    if isinstance(adapter, MappingConfig):
+        mapped = find_weights(model, adapter.targets, adapter.exclude)
+        return mapping_layout(mapped, adapter), sum(t.base.numel() for t in mapped), sum(sizes.values())
     assert isinstance(adapter, FullConfig)
     names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
     layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])

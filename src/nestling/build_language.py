@@ -64,8 +64,11 @@ def _prefix(config: RunConfig, model: Any) -> Any:
     adapter = config.adapter
     if not isinstance(adapter, MemoryConfig | LoraConfig) or not adapter.window:
         return None
-    from nestling.models.prefix import Prefix  # needs transformers
+    from nestling.adapters.memory import first_layer  # needs transformers
+    from nestling.models.prefix import Prefix
 
+    if isinstance(adapter, MemoryConfig):
+        return Prefix(first=first_layer(adapter, model.config))
     return Prefix(first=layer_numbers(adapter.layers, model.config.num_hidden_layers)[0])
 
 

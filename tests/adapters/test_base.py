@@ -1,5 +1,6 @@
 """`attach` chooses the class, and `averaging_error` measures what it says."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import nestling
-from nestling.adapters.base import Adapter, averaging_error
+from nestling.adapters.base import Adapter, InexactAverages, averaging_error, warn_if_inexact
 from nestling.adapters.frozen import Frozen
 from nestling.adapters.full import FullAdapter
 from nestling.adapters.latent import LatentAdapter
-from nestling.config.schema import FullConfig, LatentConfig
+from nestling.config.schema import FullConfig, LatentConfig, MappingConfig
 from nestling.core.vectors import Layout
 from nestling.models.backbones import base_hash
 
@@ -78,3 +79,15 @@ def test_the_averaging_error_leaves_an_adapter_as_it_was() -> None:
     adapter.load_vector(np.float32([1, 2, 3]))
     averaging_error(adapter, [np.float32([3, 2, 1]), np.float32([0, 1, 0])], [1, 2])
     assert adapter.vector().tolist() == [1, 2, 3]
+
+
+def test_it_is_said_once_where_averages_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestling.adapters.base._WARNED", set())
+    exact = nestling.attach(nn.Sequential(nn.Linear(4, 4)), MappingConfig(dim=3))
+    inexact = nestling.attach(nn.Sequential(nn.Linear(4, 4)), MappingConfig(dim=3, squash=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_inexact(exact)
+        with pytest.raises(InexactAverages, match="clients' mapping vectors is not the mean of their models"):
+            warn_if_inexact(inexact)
+        warn_if_inexact(inexact)

@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from tolerance import assert_close
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import nestling
 from nestling.adapters.base import averaging_error
-from nestling.adapters.lora import LoraAdapter, first_factor, lora_layout, lora_targets
+from nestling.adapters.lora import LoraAdapter, first_factor, lora_layout
+from nestling.adapters.lora_targets import lora_targets
 from nestling.config.schema import FullConfig, LoraConfig
-from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.core.errors import ConfigError, ContextError, SeedError, WireError
+from nestling.core.seeds import key as stream_key
+from nestling.core.seeds import words as stream_words
 from nestling.models.backbones import base_hash
 
 peft = pytest.importorskip("peft")
@@ -126,6 +130,144 @@ def test_it_agrees_with_peft_used_by_itself(dtype: torch.dtype) -> None:
     assert not torch.equal(logits(model), start)
 
 
+class Convolves(nn.Module):
+    """A convolution with everything that its factors must follow: stride, padding, a kernel that is not square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, (3, 2), stride=(2, 1), padding=(1, 0))
+        self.point = nn.Conv2d(6, 5, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.point(torch.tanh(self.conv(x)))
+
+
+def convolves(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return Convolves().to(dtype)
+
+
+PICTURES = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(2))
+
+
+def defined_factor(name: str, part: np.ndarray, start: np.ndarray, *, seed: int) -> Tensor:
+    """F_start + 1/√columns · U z / √dim in float64, from the words of the factor's stream."""
+    rows, columns, dim = start.size, start.size // start.shape[0], part.size
+    drawn = stream_words(stream_key(seed, "signs-u", f"lora/{name}"), 0, rows * -(-dim // 32)).reshape(rows, -1)
+    signs = [[2 * (int(row[j // 32]) >> (j % 32) & 1) - 1 for j in range(dim)] for row in drawn]
+    change = np.array(signs, np.float64) @ part.astype(np.float64) / np.sqrt(dim * columns)
+    return torch.from_numpy(start.astype(np.float64) + change.reshape(start.shape))
+
+
+@pytest.mark.parametrize("ffa", [False, True])
+@pytest.mark.parametrize("dim", [0, 5, 40])
+def test_adapted_convolutions_are_the_definition_with_its_gradients(ffa: bool, dim: int) -> None:
+    """W + (alpha / rank) · B A, as matrices [out, in · height · width], put into the bare network in float64."""
+    config = LoraConfig(seed=3, rank=4, alpha=6.0, targets=("*",), ffa=ffa, dim=dim)
+    reference, model = convolves(torch.float64), convolves()
+    adapter = nestling.attach(model, config)
+    starts = {}
+    for name, (rank, width, out, kernel) in {"conv": (4, 18, 6, (3, 2)), "point": (4, 6, 5, (1, 1))}.items():
+        first = first_factor(3, name, rank, width).reshape(rank, -1, *kernel)
+        second = np.zeros((out, rank, 1, 1), np.float32)
+        starts |= {f"{name}.lora_A.weight": first, f"{name}.lora_B.weight": second}
+    adapter.load_vector(random_state(adapter))
+    parts = adapter.layout.unpack(adapter.vector())
+    assert list(parts) == [name for name in starts if not ffa or "lora_B" in name]
+    factors = {name: torch.from_numpy(parts.get(name, start)).double() for name, start in starts.items()}
+    if dim:
+        made = {n: defined_factor(n, parts[n], start, seed=3) for n, start in starts.items() if n in parts}
+        factors = {name: made.get(name, torch.from_numpy(start).double()) for name, start in starts.items()}
+    factors = {name: factor.requires_grad_(name in parts) for name, factor in factors.items()}
+    weights = {}
+    for name in ("conv", "point"):
+        base = reference.get_parameter(f"{name}.weight")
+        product = factors[f"{name}.lora_B.weight"].flatten(1) @ factors[f"{name}.lora_A.weight"].flatten(1)
+        weights[f"{name}.weight"] = base + 1.5 * product.view(base.shape)
+        assert_close(adapter.weights()[f"{name}.weight"].detach(), weights[f"{name}.weight"].detach())
+    wanted, got = functional_call(reference, weights, PICTURES.double()), model(PICTURES)
+    assert_close(got.detach(), wanted.detach())
+    wanted.square().sum().backward()
+    got.square().sum().backward()
+    if not dim:
+        for parameter, name in zip(adapter.trainable(), parts, strict=True):
+            assert_close(parameter.grad, factors[name].grad, torch.float32)
+        return
+    assert [p.shape for p in adapter.trainable()] == [(adapter.layout.size,)]
+    for name, part in parts.items():  # the map is affine: its transpose, column by column
+        unit = np.eye(part.size, dtype=np.float32)
+        zero = np.zeros_like(starts[name])
+        columns = torch.stack([defined_factor(name, row, zero, seed=3) for row in unit])
+        along = (columns * factors[name].grad).flatten(1).sum(1)
+        assert_close(adapter.z.grad[adapter.layout.slice(name)], along, torch.float32)
+
+
+def test_convolutions_are_taken_off_and_merged_and_come_back_from_a_file(tmp_path) -> None:
+    for changes in ({}, {"ffa": True}, {"dim": 6}, {"ffa": True, "dim": 6}):
+        model = convolves()
+        before, state = objects(model), bits(model)
+        adapter = nestling.attach(model, LoraConfig(seed=3, rank=2, targets=("conv", "point"), **changes))
+        adapter.load_vector(random_state(adapter))
+        adapted = {name: weight.detach() for name, weight in adapter.weights().items()}
+        expected = model(PICTURES).detach()
+        adapter.save_pretrained(tmp_path)
+        fresh = convolves()
+        again = nestling.from_pretrained(fresh, tmp_path)
+        assert torch.equal(fresh(PICTURES), expected)
+        again.detach()
+        assert bits(fresh) == state
+        adapter.detach(merge=True)
+        assert objects(model) == before
+        assert all(torch.equal(model.get_parameter(name), weight) for name, weight in adapted.items())
+        assert_close(model(PICTURES).detach(), expected.double())
+
+
+def test_other_maps_are_noticed_when_an_adapter_is_loaded(tmp_path) -> None:
+    nestling.attach(convolves(), LoraConfig(seed=3, rank=2, targets=("conv",), dim=4)).save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "adapter.json").read_text())
+    about["config"]["seed"] = 4
+    (tmp_path / "adapter.json").write_text(json.dumps(about))
+    model = convolves()
+    before = objects(model)
+    with pytest.raises(SeedError):
+        nestling.from_pretrained(model, tmp_path)
+    assert objects(model) == before
+
+
+def test_the_first_factor_frozen_halves_the_vector_and_makes_averages_exact() -> None:
+    both = nestling.attach(llama(), CONFIG)
+    model = llama()
+    adapter = nestling.attach(model, dataclasses.replace(CONFIG, ffa=True, targets=("q_proj",)))
+    square = [size for name, size in zip(both.layout.names, both.layout.sizes, strict=True) if "q_proj" in name]
+    assert 2 * adapter.layout.size == sum(square)  # q_proj is as wide as it is high
+    assert all(".lora_B." in name for name in adapter.layout.names)
+    assert adapter.averages_exactly
+    states = [random_state(adapter, seed) for seed in range(3)]
+    assert averaging_error(adapter, states, [1, 2, 3]) < 1e-6
+    frozen = {name: p.clone() for name, p in model.named_parameters() if "lora_A" in name}
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(TOKENS).logits.square().sum().backward()
+    optimiser.step()
+    assert len(frozen) == 5
+    assert all(torch.equal(model.get_parameter(name), before) for name, before in frozen.items())
+    assert all(
+        np.array_equal(before.numpy(), first_factor(7, name.removesuffix(".lora_A.default.weight"), 4, 16))
+        for name, before in ((name, p.detach()) for name, p in frozen.items())
+    )
+
+
+def test_patterns_match_whole_names_and_their_ends() -> None:
+    model = Mixed()
+    for pattern, expected in (
+        ("q", ["left.0.q", "left.1.q", "right.0.q"]),
+        ("left.*.q", ["left.0.q", "left.1.q"]),
+        ("[kp]*", ["left.0.k", "left.1.k", "plain"]),
+        ("*ai*", ["plain"]),
+    ):
+        assert list(lora_targets(LoraConfig(targets=(pattern,)), model)) == expected
+
+
 def test_averages_of_the_factors_are_not_averages_of_models() -> None:
     adapter = nestling.attach(llama(), CONFIG)
     assert not adapter.averages_exactly
@@ -229,15 +371,17 @@ class Mixed(nn.Module):
         self.counts = nn.Linear(4, 4)
         self.counts.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
         self.plain = nn.Linear(4, 4)
+        self.grouped, self.dilated = nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2)
+        self.reflected = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
 
 
 @pytest.mark.parametrize(
     ("settings", "where", "message"),
     [
-        ({"targets": ("qq",)}, "adapter.targets", "'qq' is the end of no Linear module's name. Nearest: 'q'"),
-        ({"targets": ("q", "left")}, "adapter.targets", "'left' is the end of no Linear"),
+        ({"targets": ("qq",)}, "adapter.targets", "'qq' matches the end of no Linear or Conv2d module's name. Nearest"),
+        ({"targets": ("q", "left")}, "adapter.targets", "'left' matches the end of no Linear"),
         ({"targets": ("lain",)}, "adapter.targets", "Nearest: 'plain'"),
-        ({"targets": ("",)}, "adapter.targets", "'' is the end of no Linear"),
+        ({"targets": ("",)}, "adapter.targets", "'' matches the end of no Linear"),
         ({"targets": ()}, "adapter.targets", "names no module"),
         ({"targets": ("q",), "layers": "0"}, "adapter.layers", "do not lie in one list of layers"),
         ({"targets": ("plain",), "layers": "0"}, "adapter.layers", "plain lies in no list of layers"),
@@ -249,6 +393,10 @@ class Mixed(nn.Module):
         ({"targets": ("twice",)}, "twice", "shares its weight with once"),
         ({"targets": ("normed",)}, "normed", "has no plain weight"),
         ({"targets": ("counts",)}, "counts", "is stored as torch.int8"),
+        ({"targets": ("grouped",)}, "grouped", "has groups, dilation or a padding"),
+        ({"targets": ("dilated",)}, "dilated", "has groups, dilation or a padding"),
+        ({"targets": ("reflected",)}, "reflected", "has groups, dilation or a padding"),
+        ({"targets": ("plain",), "rank": 5, "dim": 2}, "adapter.rank", "5 is more than 4"),
         ({"targets": ("plain",), "window": 8}, "model", "has no attention layers"),
     ],
 )

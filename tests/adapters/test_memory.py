@@ -83,6 +83,20 @@ CASES = {
     "latent gates": ("Llama", {"dim": 5, "share": "gates"}),
     "Qwen2": ("Qwen2", {"forget": True}),
     "Qwen3": ("Qwen3", {"gate": "channel"}),
+    "added": ("Llama", {"mix": "add", "gate": "channel"}),
+    "added without a gate": ("Llama", {"mix": "add", "gate": "none"}),
+    "address": ("Llama", {"address": "0.0", "mix": "add"}),
+    "address blended": ("Llama", {"address": "0.1"}),
+    "address below": ("Llama", {"address": "0.1", "layers": "2", "mix": "add"}),
+    "address in between": ("Llama", {"address": "1.0", "layers": "1-2", "gate": "channel"}),
+    "address, low-rank frozen": ("Llama", {"address": "0.1", "low_rank": "frozen", "mix": "add"}),
+    "address, additive": ("Llama", {"address": "0.0", "update": "additive", "gate": "none"}),
+    "address, forget": ("Llama", {"address": "0.1", "forget": True, "mix": "add"}),
+    "address, gates shared": ("Llama", {"address": "0.1", "share": "gates"}),
+    "address, no window": ("Llama", {"address": "0.0", "window": 0, "mix": "add"}),
+    "address, latent": ("Llama", {"address": "0.1", "dim": 3, "mix": "add"}),
+    "address, Qwen2": ("Qwen2", {"address": "0.0", "mix": "add"}),
+    "address, Qwen3": ("Qwen3", {"address": "0.1", "layers": "1-2"}),
 }
 
 
@@ -94,7 +108,7 @@ def test_outputs_and_gradients_are_as_defined(case: str) -> None:
     move(adapter)
     start = adapter.weights()
     rules = {name: rule.detach().double().requires_grad_() for name, rule in start.items()}
-    kind = {"window": config.window, "sinks": config.sinks, "gate": config.gate, "update": config.update}
+    kind = {name: getattr(config, name) for name in ("window", "sinks", "gate", "mix", "update", "address")}
     wanted = definition.logits(model, IDS[0].tolist(), rules=rules, **kind)
     got = model(IDS[:1]).logits[0]
     assert_close(got.detach(), wanted.detach())
@@ -144,8 +158,9 @@ def test_closed_gates_without_a_window_are_the_base_bit_for_bit(family: str, dty
             ]
 
     expected = outputs()
-    for gate in ("head", "channel"):
-        _, adapter = attached(changed(window=0, gate=gate), model)
+    added = {"mix": "add", "address": "0.1"}
+    for changes in ({}, {"gate": "channel"}, {"mix": "add"}, added, added | {"gate": "channel", "layers": "1-2"}):
+        _, adapter = attached(changed(window=0, **changes), model)
         for got, wanted in zip(outputs(), expected, strict=True):
             assert torch.equal(got, wanted)
         assert torch.equal(model.train()(IDS).logits, expected[0])
@@ -192,7 +207,13 @@ def test_detaching_restores_everything_and_twice_does_no_harm() -> None:
             assert reader_of(model) is None
 
 
-@pytest.mark.parametrize("config", [changed(layers="3"), changed(layers="2-9"), changed(rank=49)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        changed(layers="3"), changed(layers="2-9"), changed(rank=49),
+        changed(address="3.0"), changed(address="0.2"), changed(address="1.0"),
+    ],
+)  # fmt: skip
 def test_a_refused_configuration_leaves_the_model_alone(config: MemoryConfig) -> None:
     model = tiny_llama()
     kept = {name: dict(module.__dict__) for name, module in model.named_modules()}
@@ -259,15 +280,19 @@ def test_layouts_are_known_without_weights(changes: dict) -> None:
 def test_every_setting_is_in_the_spec() -> None:
     changes = [{"rank": 5}, {"layers": "1"}, {"gate": "channel"}, {"gate": "none"}, {"update": "additive"}, {"dim": 3}]
     changes += [{"forget": True}, {"window": 4}, {"sinks": 1}, {"low_rank": "frozen"}, {"share": "gates"}, {"seed": 8}]
-    changes += [{"write_bias": -2.0}, {}]
+    changes += [{"write_bias": -2.0}, {"mix": "add"}, {"address": "0.0"}, {"address": "0.1"}, {}]
     specs = [json.dumps(attached(changed(**each))[1].spec, sort_keys=True) for each in changes]
     assert len(set(specs)) == len(specs)
     assert attached(changed(layers="0-2"))[1].spec == attached()[1].spec  # the same layers, written otherwise
+    assert attached(changed(address="00.01"))[1].spec == attached(changed(address="0.1"))[1].spec
     mapped = [attached(changed(dim=3, seed=seed))[1].spec["maps"] for seed in (7, 8)]
     assert mapped[0] != mapped[1]
 
 
 def test_the_rules_before_training() -> None:
+    addressed = attached(changed(address="0.1"))[1].weights()
+    assert addressed["address.taps"].tolist() == [1, 1, 0, 0]
+    assert addressed["address.centre"].tolist() == [0] * 8
     _, adapter = attached(changed(forget=True, write_bias=-2.0))
     rules = adapter.weights()
     for name, rule in rules.items():
@@ -306,7 +331,13 @@ def test_a_vector_comes_back_and_wrong_ones_change_nothing() -> None:
 
 
 def test_the_bytes_of_a_stream_are_known_before_it_is_read() -> None:
-    for changes in ({}, {"window": 8, "sinks": 0}, {"layers": "1"}):
+    for changes in (
+        {},
+        {"window": 8, "sinks": 0},
+        {"layers": "1"},
+        {"address": "0.1"},
+        {"layers": "2", "address": "1.0"},
+    ):
         for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
             model, adapter = attached(changed(**changes), tiny_llama().to(dtype))
             with torch.no_grad():
@@ -362,8 +393,9 @@ def test_means_are_exact_in_the_rules_but_not_in_the_model(dim: int) -> None:
 # Switches, for the rows that a result is compared with.
 
 
-def test_memory_off_is_the_window_alone() -> None:
-    model, adapter = attached()
+@pytest.mark.parametrize("address", ["own", "0.1"])
+def test_memory_off_is_the_window_alone(address: str) -> None:
+    model, adapter = attached(changed(address=address))
     move(adapter)
     before = read(model)
     with adapter.switch(memory=False):
@@ -375,14 +407,16 @@ def test_memory_off_is_the_window_alone() -> None:
     assert not torch.allclose(before, off, atol=1e-3)
 
 
-def test_window_off_is_the_memory_alone_and_layers_without_one_keep_theirs() -> None:
-    model, adapter = attached(changed(layers="0,2"), definition.exact(tiny_llama()))
+@pytest.mark.parametrize("address", ["own", "0.1"])
+def test_window_off_is_the_memory_alone_and_layers_without_one_keep_theirs(address: str) -> None:
+    model, adapter = attached(changed(layers="0,2", address=address), definition.exact(tiny_llama()))
     move(adapter)
     rules = {name: rule.detach() for name, rule in adapter.weights().items()}
     with adapter.switch(window=False):
         got = read(model)
+    how = {"window": 3, "sinks": 2, "address": address, "static": False}
     for i in (0, 1):
-        assert_close(got[i], definition.logits(model, IDS[i].tolist(), window=3, sinks=2, rules=rules, static=False))
+        assert_close(got[i], definition.logits(model, IDS[i].tolist(), rules=rules, **how))
     with torch.no_grad():
         cache, pieces = new_cache(model), []
         with adapter.switch(window=False):
@@ -466,18 +500,19 @@ def train(model: nn.Module, adapter: MemoryAdapter, steps: int = 4) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("dim", [0, 5])
-def test_training_lowers_the_loss_and_every_rule_takes_part(dim: int) -> None:
-    model, adapter = attached(changed(dim=dim, forget=True))
+@pytest.mark.parametrize("changes", [{}, {"dim": 5}, {"address": "0.1", "mix": "add"}], ids=str)
+def test_training_lowers_the_loss_and_every_rule_takes_part(changes: dict) -> None:
+    model, adapter = attached(changed(forget=True, **changes))
     losses = train(model, adapter, steps=6)
     assert losses[-1] < losses[0]
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in adapter.trainable())
 
 
-def test_copies_train_apart_and_share_the_base() -> None:
+@pytest.mark.parametrize("config", [CONFIG, changed(address="0.1", layers="1-2")], ids=["own", "address"])
+def test_copies_train_apart_and_share_the_base(config: MemoryConfig) -> None:
     base = tiny_llama()
     models = [working_copy(base, share=True) for _ in range(2)]
-    adapters = [nestling.attach(m, CONFIG) for m in models]
+    adapters = [nestling.attach(m, config) for m in models]
     for adapter in adapters:
         move(adapter)
     expected, state, before = read(models[1]), adapters[1].vector(), bits(base)
@@ -503,7 +538,11 @@ def test_copies_train_apart_and_share_the_base() -> None:
 # On disk.
 
 
-@pytest.mark.parametrize("changes", [{}, {"dim": 5}, {"window": 0, "gate": "channel"}, {"low_rank": "frozen"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dim": 5}, {"window": 0, "gate": "channel"}, {"low_rank": "frozen"}, {"address": "0.1", "mix": "add"}],
+    ids=str,
+)
 def test_a_saved_adapter_reads_on_as_it_did(changes: dict, tmp_path: Path) -> None:
     model, adapter = attached(changed(**changes))
     move(adapter)
@@ -546,6 +585,7 @@ def edit(folder: Path, **changes: object) -> None:
         ({"rank": 10**12}, ContextError), ({"rank": 10**12, "share": "gates"}, ContextError),
         ({"rank": 10**9, "dim": 1}, ContextError), ({"layers": "0-999999999"}, ContextError),
         ({"layers": "5"}, ContextError), ({"seed": 8}, WireError), ({"window": 2**32 - 1}, WireError),
+        ({"address": "0.0"}, WireError), ({"mix": "add"}, WireError), ({"address": "9.0"}, ContextError),
         ({"sinks": 2**32 - 1}, WireError), ({"window": 62, "sinks": 3}, WireError),
     ],
     ids=str,
@@ -561,6 +601,19 @@ def test_a_file_cannot_ask_for_more_than_it_holds(
         nestling.from_pretrained(model, tmp_path)
     assert reader_of(model) is None
     assert torch.equal(read(model), read(tiny_llama()))
+
+
+@pytest.mark.parametrize("setting", ["mix", "address"])
+def test_a_file_from_before_a_setting_is_refused(setting: str, tmp_path: Path) -> None:
+    model, adapter = attached()
+    adapter.save_pretrained(tmp_path)
+    adapter.detach()
+    about = json.loads((tmp_path / "adapter.json").read_text())
+    del about["spec"][setting], about["config"][setting]
+    (tmp_path / "adapter.json").write_text(json.dumps(about))
+    with pytest.raises(WireError, match="contradict"):
+        nestling.from_pretrained(model, tmp_path)
+    assert reader_of(model) is None
 
 
 def test_another_seed_of_the_latents_is_seen(tmp_path: Path) -> None:
@@ -601,16 +654,16 @@ def planted(cache: StreamCache) -> list[bytes]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [0, 5])
-def test_a_stream_is_in_no_file_vector_or_text(dtype: torch.dtype, dim: int, tmp_path: Path) -> None:
-    model, adapter = attached(changed(dim=dim), tiny_llama().to(dtype))
+@pytest.mark.parametrize("changes", [{}, {"dim": 5}, {"address": "0.1"}], ids=str)
+def test_a_stream_is_in_no_file_vector_or_text(dtype: torch.dtype, changes: dict, tmp_path: Path) -> None:
+    model, adapter = attached(changed(**changes), tiny_llama().to(dtype))
     move(adapter)
     quiet = _outward(adapter, tmp_path / "before")
     cache = new_cache(model)
     with torch.no_grad():
         model(IDS, **continuing(model, cache))
     secrets = planted(cache)
-    assert len(secrets) == 3 * 5 * 2
+    assert len(secrets) == (3 * 5 + ("address" in changes)) * 2
     out = _outward(adapter, tmp_path / "after")
     assert out == quiet  # nothing that leaves has changed at all
     assert not any(secret in out for secret in secrets)
@@ -631,10 +684,11 @@ def _outward(adapter: MemoryAdapter, folder: Path) -> bytes:
     return files + adapter.vector().tobytes() + adapter.local_vector().tobytes() + texts.encode() + state
 
 
-def test_a_stream_reaches_no_tensor_of_the_adapter_or_the_model() -> None:
+@pytest.mark.parametrize("address", ["own", "0.1"])
+def test_a_stream_reaches_no_tensor_of_the_adapter_or_the_model(address: str) -> None:
     import gc
 
-    model, adapter = attached()
+    model, adapter = attached(changed(address=address))
     move(adapter)
     cache = new_cache(model)
     with torch.no_grad():
@@ -682,9 +736,10 @@ def test_window_dropout_is_a_share(share: float) -> None:
         MemoryConfig(window_dropout=share)
 
 
-def test_a_copy_is_possible_after_a_pass_with_gradients() -> None:
+@pytest.mark.parametrize("address", ["own", "0.1"])
+def test_a_copy_is_possible_after_a_pass_with_gradients(address: str) -> None:
     """The rules made of latents hang on their graph, which cannot be copied."""
-    model, adapter = attached(changed(dim=3))
+    model, adapter = attached(changed(dim=3, address=address))
     move(adapter)
     model(IDS, use_cache=False).logits.sum().backward()
     other, _ = copy.deepcopy((model, adapter))
@@ -692,8 +747,9 @@ def test_a_copy_is_possible_after_a_pass_with_gradients() -> None:
 
 
 @pytest.mark.parametrize("then", [torch.no_grad, torch.inference_mode])
-def test_a_stream_begun_in_inference_mode_goes_on_outside_it(then) -> None:
-    model, adapter = attached(changed(layers="all"))
+@pytest.mark.parametrize("address", ["own", "0.1"])
+def test_a_stream_begun_in_inference_mode_goes_on_outside_it(then, address: str) -> None:
+    model, adapter = attached(changed(layers="all", address=address))
     move(adapter)
     with torch.no_grad():
         whole = model(IDS).logits

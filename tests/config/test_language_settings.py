@@ -20,6 +20,7 @@ from nestling.config.schema import (
     LatentConfig,
     LocalConfig,
     LoraConfig,
+    MappingConfig,
     MemoryConfig,
     NeedleConfig,
     RunConfig,
@@ -47,6 +48,11 @@ def test_the_templates_are_those_that_can_be_made() -> None:
         (lambda: MemoryConfig(write_bias=float("nan")), "adapter.write_bias"),
         (lambda: MemoryConfig(dim=-1), "adapter.dim"),
         (lambda: MemoryConfig(seed=-1), "adapter.seed"),
+        *((lambda t=t: MemoryConfig(address=t), "adapter.address") for t in ("", "18", "18.", "18.-1", "1.2.3", "١.٢")),
+        *(
+            (lambda t=t: MemoryConfig(address=t), "adapter.address")
+            for t in (" 18.2", "18.2\n", "Own", "1" * 10 + ".0")
+        ),
         (lambda: LoraConfig(rank=0), "adapter.rank"),
         (lambda: LoraConfig(alpha=0.0), "adapter.alpha"),
         (lambda: LoraConfig(layers=""), "adapter.layers"),
@@ -75,6 +81,9 @@ def test_a_bad_value_is_refused_by_name(make, where: str) -> None:
     [
         ("adapter", "memory", 'gate = "tensor"'),
         ("adapter", "memory", 'update = "add"'),
+        ("adapter", "memory", 'mix = "sum"'),
+        ("adapter", "memory", 'address = "first"'),
+        ("adapter", "memory", "address = 18.2"),
         ("adapter", "memory", 'low_rank = "none"'),
         ("adapter", "memory", 'share = "all"'),
         ("adapter", "lora", 'targets = "q_proj"'),
@@ -96,7 +105,9 @@ def test_a_word_that_is_not_known_is_refused_by_name(table: str, kind: str, sett
         ({"base": BaseConfig()}, "base.kind"),
         ({"adapter": LatentConfig()}, "adapter.kind"),
         ({"task": TaskConfig(), "base": BaseConfig()}, "adapter.kind"),
-        ({"task": TaskConfig(), "base": BaseConfig(), "adapter": LoraConfig()}, "adapter.kind"),
+        ({"adapter": MappingConfig()}, "adapter.kind"),
+        ({"task": TaskConfig(), "base": BaseConfig(), "adapter": LoraConfig(window=8)}, "adapter.window"),
+        ({"task": TaskConfig(), "base": BaseConfig(), "adapter": LoraConfig(sinks=1)}, "adapter.sinks"),
     ],
 )
 def test_task_base_and_adapter_must_fit_each_other(changes: dict, where: str) -> None:
@@ -110,7 +121,10 @@ def test_task_base_and_adapter_must_fit_each_other(changes: dict, where: str) ->
     [
         (MemoryConfig(), "fednl"),
         (MemoryConfig(dim=4), "fednl-latent"),
+        (MemoryConfig(mix="add", address="18.2"), "fednl"),
         (LoraConfig(), "fedavg-lora"),
+        (LoraConfig(dim=4), "fedavg-lora-latent"),
+        (LoraConfig(ffa=True), "ffa-lora"),
         (FullConfig(), "fedavg"),
     ],
 )
@@ -129,7 +143,8 @@ def test_a_table_without_a_kind_is_of_the_usual_one() -> None:
 
 @pytest.mark.parametrize("table", ["task", "base", "adapter"])
 def test_an_unknown_kind_names_the_known_ones(table: str) -> None:
-    known = {"task": "images, needle", "base": "resnet, language", "adapter": "latent, full, memory, lora"}[table]
+    adapters = "latent, full, memory, lora, mapping"
+    known = {"task": "images, needle", "base": "resnet, language", "adapter": adapters}[table]
     for kind in ('"nedle"', "3", "[]"):
         with pytest.raises(ConfigError) as caught:
             parse_config(f"[{table}]\nkind = {kind}")
@@ -146,7 +161,8 @@ def test_a_setting_of_another_kind_is_no_setting_of_this_one() -> None:
 
 
 def test_adapters_by_kind() -> None:
-    assert {kind: type(parse_table({"kind": kind})) for kind in ("latent", "full", "memory", "lora")} == ADAPTERS
+    kinds = ("latent", "full", "memory", "lora", "mapping")
+    assert {kind: type(parse_table({"kind": kind})) for kind in kinds} == ADAPTERS
 
 
 @contextlib.contextmanager

@@ -16,7 +16,9 @@ from nestling.config.schema import (
     FullConfig,
     LatentConfig,
     LocalConfig,
+    LoraConfig,
     MachineConfig,
+    MappingConfig,
     RunConfig,
     ServerConfig,
     TaskConfig,
@@ -202,9 +204,18 @@ locals_ = st.builds(
     momentum=st.floats(0, 1, exclude_max=True), weight_decay=st.floats(0, 1e300),
     decay=st.sampled_from(["linear", "none"]),
 )  # fmt: skip
+scales = st.sampled_from(["message", "tensor"])
 codecs = st.builds(
-    CodecConfig, bits=st.sampled_from([32, 16, 8, 4]), down_bits=st.sampled_from([32, 16, 8, 4]),
-    scale=st.sampled_from(["message", "tensor"]), send=st.sampled_from(["state", "delta"]),
+    CodecConfig, bits=st.sampled_from([32, 16, 8, 4, 2]), down_bits=st.sampled_from([32, 16, 8, 4, 2]),
+    scale=scales, send=st.sampled_from(["state", "delta"]),
+) | st.builds(
+    CodecConfig, bits=st.sampled_from([8, 4, 2]), scale=scales, rounding=st.just("stochastic"), feedback=st.booleans(),
+) | st.builds(
+    CodecConfig, kind=st.just("rotated"), bits=st.sampled_from([4, 2, 1]), down_kind=st.just("rotated"),
+    down_bits=st.sampled_from([4, 2, 1]), scale=scales, feedback=st.booleans(),
+) | st.builds(
+    CodecConfig, kind=st.sampled_from(["topk", "randomk", "powersgd"]), rank=st.integers(1, 1024),
+    share=st.integers(1, 999_999).map(lambda n: n / 1e6), feedback=st.booleans(), down_bits=st.sampled_from([16, 2]),
 )  # fmt: skip
 machines = st.builds(MachineConfig, out=words, workers=st.integers(0, 99), device=words, references=st.booleans())
 
@@ -220,7 +231,9 @@ def configs(draw: st.DrawFn) -> RunConfig:
         patience=draw(counts),
         max_abs=draw(st.floats(1, 1e300)),
     )
-    adapter = draw(latents | st.builds(FullConfig, targets=patterns, exclude=patterns))
+    loras = st.builds(LoraConfig, rank=counts, targets=patterns, ffa=st.booleans(), dim=counts)
+    mappings = st.builds(MappingConfig, dim=counts, modulation=st.floats(0, 1e300), squash=st.booleans())
+    adapter = draw(latents | st.builds(FullConfig, targets=patterns, exclude=patterns) | loras | mappings)
     return RunConfig(
         draw(names),
         draw(seeds),

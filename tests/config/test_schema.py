@@ -25,7 +25,25 @@ REFUSED = [
     *[(f"adapter.rank = {v}", "adapter.rank") for v in ("-1", "65")],
     *[(f"base.width = {v}", "base.width") for v in ("0", "4", "12", "80000000000")],
     *[(f"codec.bits = {v}", "codec.bits") for v in ("0", "7", "8.0", '"8"', "true", "[8]")],
-    *[(f"codec.down_bits = {v}", "codec.down_bits") for v in ("3", "64")],
+    *[(f"codec.down_bits = {v}", "codec.down_bits") for v in ("3", "64", "1", "true")],
+    ("codec.bits = 1", "codec.bits"),
+    *[(f'codec = {{kind = "rotated", bits = {v}}}', "codec.bits") for v in ("32", "16", "8")],
+    *[(f'codec = {{kind = "{kind}", bits = 4}}', "codec.bits") for kind in ("topk", "randomk", "powersgd")],
+    ('codec = {down_kind = "rotated", down_bits = 8}', "codec.down_bits"),
+    ('codec.down_kind = "rotated"', "codec.down_bits"),
+    ('codec.kind = "rotated"', "codec.bits"),
+    ('codec.kind = "sign"', "codec.kind"),
+    ('codec.down_kind = "topk"', "codec.down_kind"),
+    *[(f"codec.share = {v}", "codec.share") for v in ("0", "-0.1", "1.5", "nan", "inf", "0.1234567", "true")],
+    *[(f"codec.rank = {v}", "codec.rank") for v in ("0", "1025", "2.0", "true")],
+    ('codec.rounding = "up"', "codec.rounding"),
+    ('codec.rounding = "stochastic"', "codec.rounding"),
+    ('codec = {rounding = "stochastic", bits = 16}', "codec.rounding"),
+    ('codec = {rounding = "stochastic", kind = "rotated", bits = 4}', "codec.rounding"),
+    ('codec = {rounding = "stochastic", kind = "topk"}', "codec.rounding"),
+    *[(f'codec = {{kind = "{kind}", send = "state"}}', "codec.send") for kind in ("topk", "randomk", "powersgd")],
+    ('codec = {feedback = true, send = "state"}', "codec.feedback"),
+    ("codec.feedback = 1", "codec.feedback"),
     *[(f"server.{k} = {v}", f"server.{k}") for k in ("min_replies", "patience") for v in ("0", "-1", "1.0")],
     *[(f"{table}.epochs = -1", f"{table}.epochs") for table in ("local", "base")],
     ("local.epochs = 0", "local.epochs"),
@@ -52,7 +70,16 @@ REFUSED = [
     ("adapter.targets = [1]", "adapter.targets"),
     ('adapter.targets = ["a\\u0000"]', "adapter.targets"),
     ('adapter = {kind = "full", exclude = ["\\u0000"]}', "adapter.exclude"),
-    ('adapter.kind = "lora"', "adapter.kind"),
+    ('adapter.kind = "memory"', "adapter.kind"),
+    ('adapter = {kind = "lora", window = 8}', "adapter.window"),
+    ('adapter = {kind = "lora", sinks = 0}', "adapter.sinks"),
+    ('adapter = {kind = "lora", dim = -1}', "adapter.dim"),
+    ('adapter = {kind = "lora", ffa = 1}', "adapter.ffa"),
+    ('adapter = {kind = "mapping", dim = 0}', "adapter.dim"),
+    ('adapter = {kind = "mapping", modulation = -0.1}', "adapter.modulation"),
+    ('adapter = {kind = "mapping", modulation = inf}', "adapter.modulation"),
+    ('adapter = {kind = "mapping", squash = "tanh"}', "adapter.squash"),
+    ('adapter = {kind = "mapping", seed = -1}', "adapter.seed"),
     ("adapter.kind = []", "adapter.kind"),
     ("adapter.kind = 1", "adapter.kind"),
     ('adapter = "latent"', "adapter"),
@@ -123,6 +150,7 @@ def test_python_is_refused_the_same_as_a_file() -> None:
         (lambda: LatentConfig(seed=2**64), "adapter.seed"),
         (lambda: LatentConfig(dim=10**400), "adapter.dim"),
         (lambda: TaskConfig(alpha=float("nan")), "task.alpha"),
+        (lambda: CodecConfig(kind="rotated", bits=True), "codec.bits"),
         (lambda: TaskConfig(path="\udcff"), "task.path"),
         (lambda: MachineConfig(out="\udcff"), "machine.out"),
         (lambda: LatentConfig(targets=("\udcff",)), "adapter.targets"),
@@ -154,19 +182,31 @@ for make, key in ((lambda: LatentConfig(dim=2.5), "adapter.dim"), (lambda: RunCo
 
 
 @pytest.mark.parametrize(
-    ("bits", "scale", "name"),
+    ("settings", "name"),
     [
-        (32, "message", "float32"),
-        (16, "tensor", "float16"),
-        (8, "message", "int8-message"),
-        (4, "tensor", "int4-tensor"),
+        ({}, "float32"),
+        ({"bits": 16, "scale": "tensor"}, "float16"),
+        ({"bits": 8}, "int8-message"),
+        ({"bits": 4, "scale": "tensor"}, "int4-tensor"),
+        ({"bits": 2, "scale": "tensor", "rounding": "stochastic"}, "int2-tensor"),
+        ({"bits": 2}, "int2-message"),
+        ({"kind": "rotated", "bits": 4}, "rotated4"),
+        ({"kind": "rotated", "bits": 1, "scale": "tensor"}, "rotated1"),
+        ({"kind": "topk"}, "topk@0.01"),
+        ({"kind": "topk", "share": 1.0}, "topk@1"),
+        ({"kind": "randomk", "share": 1e-6}, "randomk@1e-06"),
+        ({"kind": "powersgd", "feedback": True}, "powersgd@2"),
+        ({"kind": "powersgd", "rank": 7}, "powersgd@7"),
     ],
 )
-def test_a_codec_setting_names_a_codec_that_exists(bits: int, scale: str, name: str) -> None:
-    from nestling.codec.quantise import named_codec
+def test_a_codec_setting_names_a_codec_that_exists(settings: dict[str, object], name: str) -> None:
+    from nestling.codec.codecs import named_codec
 
-    config = CodecConfig(bits=bits, down_bits=bits, scale=scale)
-    assert named_codec(config.up).name == named_codec(config.down).name == name
+    assert named_codec(CodecConfig(**settings).up).name == name  # type: ignore[arg-type]
+    if settings.get("kind", "plain") in ("plain", "rotated"):
+        other = {"down_" + key if key in ("kind", "bits") else key: value for key, value in settings.items()}
+        other.pop("rounding", None)
+        assert named_codec(CodecConfig(**other).down).name == name  # type: ignore[arg-type]
 
 
 def test_a_method_is_named_after_its_adapter() -> None:

@@ -11,8 +11,8 @@ from small import forge
 from torch import Tensor, nn
 
 from nestling.adapters.base import attach
+from nestling.codec.form import Limits
 from nestling.codec.message import context_id, peek, state_digest
-from nestling.codec.quantise import Limits
 from nestling.config.schema import CodecConfig, FullConfig, LatentConfig, LocalConfig, ServerConfig
 from nestling.core.errors import WireError
 from nestling.core.seeds import Stream
@@ -234,3 +234,62 @@ def test_a_client_whose_own_part_is_not_finite_declines_and_keeps_what_it_had() 
         worker.handle(0, server.broadcast(1))
     assert caught.value.code == "local_not_finite"
     assert worker.kept == {}
+
+
+# What a client keeps.
+
+
+def test_a_plain_client_keeps_nothing() -> None:
+    worker, server = make()
+    worker.handle(0, server.broadcast(1))
+    assert worker.kept == {}
+
+
+def test_what_clients_keep_is_their_own_and_shared_by_all_workers() -> None:
+    worker, server = make()
+    worker = replace(worker, local=replace(worker.local, rule="ala", ala_layers=0, keep_optimizer=True))
+    message = server.broadcast(1)
+    for client in (0, 1):
+        worker.handle(client, message)
+    assert set(worker.kept) == {0, 1}
+    assert worker.kept[0]["rule.local"].tobytes() != worker.kept[1]["rule.local"].tobytes()
+    other = replace(make()[0], local=worker.local, kept=worker.kept)
+    assert other.handle(0, server.broadcast(2)) == worker_at(worker, 0, server)
+    assert "rule.weights" in worker.kept[0]
+
+
+def worker_at(worker: Worker, client: int, server: Server) -> bytes:
+    """The reply of a worker whose client has the memory of after round 1 only."""
+    again = replace(worker, kept={})
+    again.handle(client, server.broadcast(1))
+    return again.handle(client, server.broadcast(2))
+
+
+def test_each_client_is_judged_by_its_own_blend_and_the_server_by_none() -> None:
+    worker, server = make()
+    worker = replace(worker, local=replace(worker.local, rule="ala"))
+    state, own = server.state, server.state + np.float32(1)
+    weights = np.linspace(0, 1, state.size).astype(np.float32)
+    worker.kept[1] = {"rule.local": own, "rule.weights": weights}
+    worker.load(state, 1)
+    np.testing.assert_allclose(worker.adapter.vector(), state + 1 - weights, rtol=0, atol=1e-6)
+    for client in (0, None):
+        worker.load(state, client)
+        assert worker.adapter.vector().tobytes() == state.tobytes()
+
+
+def test_error_feedback_adds_up_to_what_was_trained() -> None:
+    """Messages and the last error together are all that was trained, whatever the codec lost in between."""
+    worker, server = make(bits=4, feedback=True)
+    sent = trained = np.zeros(server.state.size)
+    for number in (1, 2, 3):
+        message, before = server.broadcast(number), server.state.copy()
+        accepted, refused = server.judge(number, {0: worker.handle(0, message)})
+        assert not refused
+        trained = trained + (worker.adapter.vector() - before)
+        sent = sent + accepted[0].vector
+        assert set(worker.kept[0]) == {"codec.error"}
+        server.update(accepted)
+    error = worker.kept[0]["codec.error"]
+    assert np.abs(error).max() > 0
+    np.testing.assert_allclose(sent + error, trained, rtol=0, atol=1e-6)

@@ -1,10 +1,11 @@
 """Rounds with engines that lose, spoil and reorder: the loop goes on, counts every byte, and stops when it should."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from small import START, Answers, agree, forge, honest
+from small import START, Answers, agree, forge, honest, received
 
 from nestling.config.schema import ServerConfig
 from nestling.core.errors import RunError
@@ -214,6 +215,16 @@ def test_the_state_that_is_evaluated_is_the_one_just_made() -> None:
     assert [finished.number for finished in done] == [1, 2]
     assert done[-1].accuracy == float(server.state[0])
     assert done[0].accuracy != done[1].accuracy
+
+
+@pytest.mark.parametrize("codec", [{"down_bits": 16}, {"down_bits": 4}, {"down_kind": "rotated", "down_bits": 2}])
+def test_what_is_judged_is_what_clients_receive_next(codec: dict) -> None:
+    agreed = agree(**codec)
+    server, done = federate(InProcessEngine([honest(agreed)]), agreed, rounds=3)
+    for finished, following in pairwise(done):
+        assert finished.state.tobytes() == received(agreed, following.broadcast).tobytes()
+    assert done[-1].state.tobytes() == received(agreed, server.broadcast(4)).tobytes() != server.state.tobytes()
+    assert [finished.accuracy for finished in done] == [float(finished.state[0]) for finished in done]
 
 
 def test_cat_046_one_client_is_a_federation_too() -> None:

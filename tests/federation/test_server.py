@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import LAYOUT, START, agree, answer, forge, honest, received, target
 
+from nestling.codec.form import Limits
 from nestling.codec.message import HEADER_SIZE, peek, state_digest
-from nestling.codec.quantise import Limits
 from nestling.config.schema import ServerConfig
 from nestling.core.types import Failure
 from nestling.federation.server import Reply, Server
@@ -270,3 +270,67 @@ def test_a_mean_that_cannot_be_sent_is_not_taken(bad: float) -> None:
     with np.errstate(invalid="ignore"):
         assert not server.update([Reply(0, vector, vector, 1)])
     assert state_digest(server.state) == state_digest(START)
+
+
+# The server's rule.
+
+
+def after(server: Server, agreed, number: int, client: int = 1) -> np.ndarray:
+    accepted, _ = server.judge(number, {client: honest(agreed)(client, server.broadcast(number))})
+    assert server.update(accepted)
+    return server.state
+
+
+def test_a_rule_steps_from_the_state_to_the_mean_and_remembers() -> None:
+    agreed = agree()
+    mean, ruled = serve(agreed), serve(agreed, rule="nesterov", lr=0.5, momentum=0.8)
+    change = (after(mean, agreed, 1) - START).astype(np.float64)
+    assert mean.memory == {}
+    np.testing.assert_allclose(after(ruled, agreed, 1), START + 0.5 * 1.8 * change, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ruled.memory["momentum"], -change, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("nesterov", 0.7), ("adam", 0.01), ("yogi", 0.01)])
+def test_a_rule_left_alone_takes_steps_of_its_own_size(rule: str, lr: float) -> None:
+    agreed = agree()
+    left, set_ = serve(agreed, rule=rule), serve(agreed, rule=rule, lr=lr)
+    assert after(left, agreed, 1).tobytes() == after(set_, agreed, 1).tobytes() != START.tobytes()
+    assert serve(agreed, lr=0.3)._step(START)[0] is START  # mean has no rate
+
+
+DOWN = [{"down_bits": 16}, {"down_bits": 4}, {"down_kind": "rotated", "down_bits": 4}]
+
+
+@pytest.mark.parametrize("codec", [{}, *DOWN])
+def test_what_clients_would_receive_is_what_they_receive_next(codec: dict) -> None:
+    agreed = agree(**codec)
+    server = serve(agreed)
+    for number in (1, 2, 3):
+        known = server.received
+        assert (known.tobytes() == server.state.tobytes()) == (not codec)
+        assert known.tobytes() == received(agreed, server.broadcast(number)).tobytes()
+        if number != 2:  # a round may be abandoned
+            after(server, agreed, number)
+
+
+@pytest.mark.parametrize("rule", ["nesterov", "adam", "yogi"])
+def test_a_lossy_broadcast_and_a_rule_go_together(rule: str) -> None:
+    """Differences count from the server's own state: who trains nothing moves nothing."""
+    agreed = agree(down_bits=4)
+    server = serve(agreed, rule=rule)
+    for number in (1, 2):
+        message = server.broadcast(number)
+        accepted, _ = server.judge(number, {0: answer(agreed, message, 0, np.zeros(LAYOUT.size, np.float32))})
+        assert server.update(accepted)
+    assert server.state.tobytes() == START.tobytes()
+
+
+def test_a_step_beyond_the_limits_is_not_taken_and_not_remembered() -> None:
+    agreed = agree(limits=Limits(max_examples=100, max_abs=10.0))
+    server = serve(agreed, rule="nesterov", lr=5.0, momentum=0.9, max_abs=10.0)
+    message = server.broadcast(1)
+    accepted, refused = server.judge(1, {0: answer(agreed, message, 0, np.full(LAYOUT.size, 4.0, np.float32))})
+    assert not refused
+    assert not server.update(accepted)
+    assert server.state.tobytes() == START.tobytes()
+    assert server.memory == {}

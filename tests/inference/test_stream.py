@@ -23,7 +23,7 @@ from nestling.models.window import reader_of, use_window
 
 transformers = pytest.importorskip("transformers")
 TEXT = "Ein Küken, 日本 & tabs\t. "
-WAYS = ["plain", "window", "memory", "memory alone"]
+WAYS = ["plain", "window", "memory", "memory alone", "address"]
 
 
 def byte_tokenizer() -> object:
@@ -44,9 +44,10 @@ def adapted(way: str) -> nn.Module:
     model = tiny_llama(vocab_size=257)
     if way == "window":
         use_window(model, window=8, sinks=2)
-    elif way.startswith("memory"):
-        window = 8 if way == "memory" else 0
-        adapter = MemoryAdapter(model, MemoryConfig(window=window, sinks=2, layers="all", forget=True))
+    elif way != "plain":
+        window, address = 0 if way == "memory alone" else 8, "0.1" if way == "address" else "own"
+        config = MemoryConfig(window=window, sinks=2, layers="all", forget=True, address=address)
+        adapter = MemoryAdapter(model, config)
         adapter.load_vector(0.3 * torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1)))
     return model
 
@@ -124,7 +125,9 @@ def _shared(way: str) -> nn.Module:
     return _MODELS.setdefault(way, adapted(way))
 
 
-@pytest.mark.parametrize(("way", "is_constant"), [("window", True), ("memory", True), ("plain", False)])
+@pytest.mark.parametrize(
+    ("way", "is_constant"), [("window", True), ("memory", True), ("address", True), ("plain", False)]
+)
 def test_what_is_held_is_constant_with_a_window(way: str, is_constant: bool) -> None:
     session = Session(adapted(way), TOKENIZER)
     assert session.nbytes == 0

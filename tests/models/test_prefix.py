@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from small import tiny_llama
 
-from nestling.adapters.memory import MemoryAdapter
+from nestling.adapters.memory import MemoryAdapter, first_layer
 from nestling.config.schema import MemoryConfig
 from nestling.inference.cache import new_cache
 from nestling.models.prefix import Prefix
@@ -18,9 +18,10 @@ from nestling.models.prefix import Prefix
 ATOL = 1e-5
 
 
-def memory_on_top(*, first: int = 1, window: int = 5) -> tuple[Any, MemoryAdapter]:
+def memory_on_top(*, first: int = 1, window: int = 5, address: str = "own") -> tuple[Any, MemoryAdapter]:
     model = tiny_llama()
-    adapter = MemoryAdapter(model, MemoryConfig(layers=f"{first}-2", window=window, sinks=2, rank=3))
+    config = MemoryConfig(layers=f"{first}-2", window=window, sinks=2, rank=3, address=address)
+    adapter = MemoryAdapter(model, config)
     drawn = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1))
     adapter.load_vector(torch.from_numpy(adapter.vector()) + 0.1 * drawn)
     return model, adapter
@@ -39,6 +40,25 @@ def test_logits_are_those_of_a_plain_pass(first: int) -> None:
         torch.testing.assert_close(prefix.logits(model, ids, 4), plain, atol=ATOL, rtol=0)
     assert len(prefix.made) == (3 if first else 0)
     assert len(model.base_model.layers) == 3  # all are back
+
+
+@pytest.mark.parametrize("address", ["0.1", "1.0"])
+def test_the_layer_of_the_addresses_is_never_remembered(address: str) -> None:
+    model, adapter = memory_on_top(first=2, address=address)
+    ids, more = some_ids(3, 20), some_ids(3, 6, seed=1)
+    first = first_layer(adapter.config, model.config)
+    assert first == int(address[0])
+    prefix = Prefix(first)
+    with torch.no_grad():
+        plain = model(torch.cat([ids, more], 1), use_cache=False).logits
+        for _ in range(2):
+            torch.testing.assert_close(prefix.logits(model, ids, 20), plain[:, :20], atol=ATOL, rtol=0)
+            cache = new_cache(model)
+            prefix.logits_after(model, ids, cache, 1, key=b"a")
+            got = prefix.logits_after(model, more, cache, 0, key=b"ab")
+            torch.testing.assert_close(got, plain[:, 20:], atol=ATOL, rtol=0)
+        with pytest.raises(KeyError):  # and never are a layer's own queries taken in its place
+            Prefix(2).logits(model, ids, 1)
 
 
 def test_gradients_are_those_of_a_plain_pass() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nestling.core.errors import ConfigError, SeedError
-from nestling.models.resnet import LOGIT_SCALE, make_resnet, orthonormal_rows
+from nestling.models.resnet import LOGIT_SCALE, make_resnet, orthonormal_rows, random_rows
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,12 @@ def test_shortcuts_are_where_the_shape_changes_and_add_up() -> None:
         assert [tuple(b(torch.randn(1, c, 8, 8)).shape) for b, c in zip(blocks, (8, 8, 16), strict=True)] == [
             (1, 8, 8, 8), (1, 16, 4, 4), (1, 32, 4, 4),
         ]  # fmt: skip
+
+
+def test_a_random_head_has_rows_of_unit_length_that_are_not_orthogonal() -> None:
+    H = random_rows(5, 10, 32).astype(np.float64)
+    assert np.allclose(np.linalg.norm(H, axis=1), 1)
+    assert np.abs(H @ H.T - np.eye(10)).max() > 0.1
+    model = make_resnet("resnet8", width=8, channels=1, classes=10, seed=5, head="random")
+    assert np.array_equal(model.head.weight.detach().numpy(), random_rows(5, 10, 32))
+    assert not model.head.weight.requires_grad

@@ -33,6 +33,8 @@ WAYS = {
     "window": None,
     "memory": MemoryConfig(seed=7, rank=4, layers="0,2", window=5, sinks=2, forget=True),
     "memory, no window": MemoryConfig(seed=7, rank=4, layers="0,2", window=0),
+    "address": MemoryConfig(seed=7, rank=4, layers="1-2", window=5, sinks=2, address="0.1", mix="add"),
+    "address, no window": MemoryConfig(seed=7, rank=4, layers="0,2", window=0, address="0.0"),
 }
 
 
@@ -159,7 +161,7 @@ def test_padding_is_not_read(way: str, places: str) -> None:
     assert got.isfinite().all() or not WAYS[way].window
 
 
-@pytest.mark.parametrize("way", ["window", "memory"])
+@pytest.mark.parametrize("way", ["window", "memory", "address"])
 @settings(max_examples=10)
 @given(data=st.data())
 def test_padded_pieces_of_streams_equal_the_streams(way: str, data: st.DataObject) -> None:
@@ -179,8 +181,9 @@ def test_padded_pieces_of_streams_equal_the_streams(way: str, data: st.DataObjec
             assert_close(torch.stack(logits), whole(model, torch.tensor([tokens]))[0])
 
 
-def test_without_a_window_padding_must_be_told_again() -> None:
-    model = reading("memory, no window")
+@pytest.mark.parametrize("way", ["memory, no window", "address, no window"])
+def test_without_a_window_padding_must_be_told_again(way: str) -> None:
+    model = reading(way)
     ids, mask = padded([IDS[0, :5], IDS[1, :3]], [[0, 1, 2, 3, 4], [2, 3, 4]], 5)
     cache = new_cache(model)
     step(model, ids, cache, attention_mask=mask)
@@ -230,10 +233,11 @@ def test_generate_goes_on_with_a_stream_that_was_read_before(way: str) -> None:
     assert cache.get_seq_length() == 20 + 8 - 1
 
 
-def test_memory_does_not_grow_with_the_stream() -> None:
-    config = WAYS["memory"]
+@pytest.mark.parametrize(("way", "before"), [("memory", 0), ("address", 4 * 8 * 4)])  # four keys, float32 always
+def test_memory_does_not_grow_with_the_stream(way: str, before: int) -> None:
+    config = WAYS[way]
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        model = reading("memory", dtype=dtype)
+        model = reading(way, dtype=dtype)
         cache = new_cache(model)
         ids = torch.randint(0, 97, (1, 500), generator=torch.Generator().manual_seed(0))
         sizes = []
@@ -241,7 +245,7 @@ def test_memory_does_not_grow_with_the_stream() -> None:
             step(model, piece, cache)
             sizes.append(cache.nbytes)
         keys_and_values = 3 * 2 * (config.window + config.sinks) * 2 * 8 * size
-        assert sizes == [keys_and_values + 2 * 2 * 8 * 8 * 4 + 3 * 8] * 6  # and a count of 8 bytes a layer
+        assert sizes == [keys_and_values + 2 * 2 * 8 * 8 * 4 + before + 3 * 8] * 6  # and a count of 8 bytes a layer
         held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors().values())
         assert held == cache.nbytes  # no view keeps something larger alive
 
@@ -400,8 +404,9 @@ class _Interrupt(BaseException):
     pass
 
 
-def test_an_interrupted_pass_leaves_a_stream_that_is_refused() -> None:
-    model = reading("memory")
+@pytest.mark.parametrize("way", ["memory", "address"])
+def test_an_interrupted_pass_leaves_a_stream_that_is_refused(way: str) -> None:
+    model = reading(way)
     cache = new_cache(model)
 
     def interrupt(*args: object) -> None:
@@ -411,6 +416,8 @@ def test_an_interrupted_pass_leaves_a_stream_that_is_refused() -> None:
     with pytest.raises(_Interrupt):
         step(model, IDS, cache)
     handle.remove()
+    reader_of(model).forget()
+    assert not any(attention.nestling.kept for attention in reader_of(model).layers)
     with pytest.raises(ContextError, match="failed midway"):
         step(model, IDS, cache)
     assert torch.equal(step(model, IDS, new_cache(model)), step(model, IDS, new_cache(model)))

@@ -54,6 +54,18 @@ def test_a_seed_given_twice_is_said(result, run_of):
     assert next(row for row in found.rows if not row.is_reference).accuracies == (0.9,)
 
 
+def test_one_seed_under_other_settings_is_no_repetition(result, run_of):
+    far, near = result(accuracy=0.1, settings="ab12cd34"), result(accuracy=0.9, settings="ef567890")
+    found = compare([run_of(far, config=config(lr=0.5)), run_of(near, config=config())])
+    assert found.warnings == ["the runs also differ in local.lr: 0.01, 0.5"]
+    assert [row.accuracies for row in found.rows if not row.is_reference] == [(0.1,), (0.9,)]
+    again = compare([run_of(far), run_of(far)])
+    assert [w for w in again.warnings if "more than once" in w] == [
+        "flite, int4-message, latent, digits, 3 rounds, 2 clients, α = 0.1, seed 0 is given more than once; "
+        "the last one counts"
+    ]
+
+
 def test_unfinished_runs_are_left_out(result, run_of, tmp_path):
     unfinished = create(tmp_path, "other", "c0ffee").path
     found = compare([unfinished, run_of(result())])

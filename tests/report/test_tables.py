@@ -112,6 +112,33 @@ def test_other_settings_are_not_taken_for_seeds(result):
     }
 
 
+def test_runs_that_differ_in_any_setting_are_rows_of_their_own(result):
+    """Also in one that the label has no word for; it then names the run, or the settings by four signs."""
+    named = [
+        result(name="far", settings="ab12cd34", accuracy=0.1),
+        result(name="near", settings="ef567890"),
+        result(name="far", settings="ab12cd34", seed=1),
+    ]
+    assert {label: [r.seed for r in group] for label, group in by_method(named).items()} == {
+        "flite, int4-message, far": [0, 1],
+        "flite, int4-message, near": [0],
+    }
+    unnamed = [result(settings="ab12cd34"), result(settings="ef567890"), result("fedavg", settings="ab12cd34")]
+    assert list(by_method(unnamed)) == ["flite, int4-message, ab12", "flite, int4-message, ef56", "fedavg, float32"]
+    alike = [result(settings="ab12cd34"), result(settings="ab12cf34"), result()]
+    assert list(by_method(alike)) == [
+        "flite, int4-message, ab12cd",
+        "flite, int4-message, ab12cf",
+        "flite, int4-message",
+    ]
+
+
+def test_references_of_runs_with_other_settings_say_whose_they_are(result):
+    runs = [result(settings="ab12cd34"), result(settings="ef567890", accuracy_local_only=0.5)]
+    local = {row.label: row.accuracy for row in rows_of(runs) if row.label.startswith("local")}
+    assert local == {"local only (flite, int4-message, ab12)": 0.6, "local only (flite, int4-message, ef56)": 0.5}
+
+
 def test_one_method_over_two_adapters_names_them(result):
     assert list(by_method([result(), result(adapter="lora")])) == [
         "flite, int4-message, latent",

@@ -249,7 +249,7 @@ def test_a_result_with_a_wrong_entry_is_refused(name, value):
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Result)])
 def test_a_result_that_lacks_an_entry_is_refused(name):
     values = RESULT.to_dict()
-    if name in ("recalls", "gains"):  # of a needle run alone
+    if name in ("recalls", "gains", "accuracy_personal", "accuracy_personal_global", "settings"):  # of some runs alone
         assert name not in values
         return
     del values[name]
@@ -299,3 +299,22 @@ def test_a_row_that_contradicts_itself_is_refused(change):
 def test_a_gain_that_is_no_interval_is_refused(gain):
     with pytest.raises(WireError, match="gains"):
         Result.from_dict(RESULT.to_dict() | {"gains": {"exact": gain}})
+
+
+def test_accuracies_of_clients_own_models_are_written_where_there_are_any():
+    assert "accuracy_personal" not in RESULT.to_dict()
+    result = dataclasses.replace(RESULT, accuracy_personal=0.0, accuracy_personal_global=0.5)
+    values = result.to_dict()
+    assert (values["accuracy_personal"], values["accuracy_personal_global"]) == (0.0, 0.5)
+    assert Result.from_dict(values) == result
+    with pytest.raises(WireError):
+        Result.from_dict(values | {"accuracy_personal": 1.5})
+
+
+def test_the_digest_of_settings_is_read_back_and_may_be_absent() -> None:
+    assert "settings" not in RESULT.to_dict()
+    assert Result.from_dict(RESULT.to_dict()).settings == ""
+    result = dataclasses.replace(RESULT, settings="ab12cd34")
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    with pytest.raises(WireError):
+        Result.from_dict(RESULT.to_dict() | {"settings": 3})

@@ -4,6 +4,7 @@ An adapter is what is trained, seen as one flat float32 vector: state in, state 
 a message.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.adapters.frozen import Frozen
-from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MemoryConfig
+from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig
 from nestling.core.errors import ConfigError, ContextError
 from nestling.core.vectors import Layout, Vector
 
@@ -70,7 +71,7 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
 
     Args:
         model: any module; all its other parameters are frozen until `detach()`.
-        config: `LatentConfig` (FLITE), `MemoryConfig` (FedNL), `LoraConfig` or `FullConfig`.
+        config: `LatentConfig` (FLITE), `MemoryConfig` (FedNL), `LoraConfig`, `MappingConfig` or `FullConfig`.
         base_hash: of the model, if known already (it is computed otherwise).
 
     Adapted weights are seen by forward passes (calling the model or any module inside it), not by methods of yours that
@@ -90,18 +91,21 @@ def attach(model: nn.Module, config: AdapterConfig, *, base_hash: str | None = N
     from nestling.adapters.full import FullAdapter
     from nestling.adapters.latent import LatentAdapter
     from nestling.adapters.lora import LoraAdapter
+    from nestling.adapters.mapping import MappingAdapter
 
     if isinstance(config, LatentConfig):
         return LatentAdapter(model, config, base_hash=base_hash)
     if isinstance(config, LoraConfig):
         return LoraAdapter(model, config, base_hash=base_hash)
+    if isinstance(config, MappingConfig):
+        return MappingAdapter(model, config, base_hash=base_hash)
     if isinstance(config, MemoryConfig):
         return _memory(model, config, base_hash)
     if not isinstance(config, FullConfig):
         raise ConfigError(
             f"{config!r} is not a configuration",
             where="attach",
-            remedy="Give LatentConfig(), MemoryConfig(), LoraConfig() or FullConfig().",
+            remedy="Give LatentConfig(), MemoryConfig(), LoraConfig(), MappingConfig() or FullConfig().",
         )
     return FullAdapter(model, config, base_hash=base_hash)
 
@@ -116,6 +120,32 @@ def _memory(model: nn.Module, config: MemoryConfig, base_hash: str | None) -> "A
             "a memory needs the package transformers", where="adapter", remedy='pip install "nestling[llm]"'
         ) from error
     return MemoryAdapter(model, config, base_hash=base_hash)
+
+
+class InexactAverages(UserWarning):
+    """Clients' vectors are averaged although that is not averaging the models they stand for."""
+
+
+_WARNED: set[str] = set()
+"""Kinds of adapter that were warned about in this process."""
+
+
+def warn_if_inexact(adapter: Adapter) -> None:
+    """Say once per process and kind of adapter that the mean of its vectors is another model than the mean of models.
+
+    Silent for an adapter that averages exactly. Call it where a federation is built, since one client alone averages
+    nothing.
+    """
+    kind = adapter.config.kind
+    if adapter.averages_exactly or kind in _WARNED:
+        return
+    _WARNED.add(kind)
+    warnings.warn(
+        f"the mean of clients' {kind} vectors is not the mean of their models: the server's state is a model of its "
+        "own, near that mean only while clients stay near each other",
+        InexactAverages,
+        stacklevel=2,
+    )
 
 
 @torch.no_grad()

@@ -1,19 +1,22 @@
-"""LoRA: beside chosen projections of a frozen model, a low-rank change of each, in two factors that are trained.
+"""LoRA: beside chosen layers of a frozen model, a low-rank change of each, in two factors that are trained.
 
     W' = W + (alpha / rank) · B A,  A [rank, in], B [out, rank];  the vector: A, then B, of each target in model order
 
-Hu et al., "LoRA" (arXiv 2106.09685); the layers are PEFT's. Unlike theirs, our A begins as the same bits on every
-machine: uniform in ±1/√in, their bounds, from a stream of the seed. B begins as zeros. Both are float32 whatever the
-model's dtype is. Averaging A and B is not averaging B A, so a federation of these averages something else than models.
+Hu et al., "LoRA" (arXiv 2106.09685); the layers are PEFT's. The W of a Conv2d is a matrix with in · height · width of
+the kernel in the place of in: A is a convolution to `rank` channels, B one of 1×1. Unlike theirs, our A begins as the
+same bits on every machine: uniform in ±1/√in, their bounds, from a stream of the seed. B begins as zeros. Both are
+float32 whatever the model's dtype is. Averaging A and B is not averaging B A, so a federation of these averages
+something else than models. With `ffa`, A stays as the seed made it and B alone is trained and sent (FFA-LoRA, arXiv
+2403.12313): W' is affine in B, and averages are exact. With `dim`, each trained factor F rides the latent channel as a
+memory's rules do, F = F_start + s · U z_F, with `dim` latents z_F and s = 1/√columns.
 
 While attached, the chosen modules are PEFT's, and `state_dict()` names their weights differently; `detach()` puts the
 original modules back.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,12 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from nestling.adapters.frozen import AdapterHook, Frozen, refuse_second_adapter
-from nestling.adapters.layers import layer_numbers
+from nestling.adapters.lora_targets import Layer, lora_targets
 from nestling.adapters.store import check_vector, save_adapter
 from nestling.config.schema import LoraConfig
 from nestling.core.errors import ConfigError, ContextError
 from nestling.core.seeds import SCHEME, Stream
 from nestling.core.vectors import Layout, Vector
+from nestling.kernels.signs.dispatch import SignMap, digest, make_map, sign_map_one
 from nestling.models.backbones import base_hash as hash_of
 
 _OURS = "default"
@@ -37,23 +41,33 @@ _OURS = "default"
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A chosen Linear, and PEFT's module that stands in its place while the adapter is on."""
+    """A chosen layer, and PEFT's module that stands in its place while the adapter is on."""
 
     name: str
-    linear: nn.Linear
+    layer: Layer
     wrapper: Any
 
     @property
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """A and B; asked for each time, since loading with `assign=True` puts in other objects."""
-        return self.wrapper.lora_A[_OURS].weight, self.wrapper.lora_B[_OURS].weight
+        return tuple(holder._parameters["weight"] for holder in self.holders)
+
+    @property
+    def holders(self) -> tuple[nn.Module, nn.Module]:
+        """The modules that hold them."""
+        return self.wrapper.lora_A[_OURS], self.wrapper.lora_B[_OURS]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of A and B in the layout."""
+        return _factor_names(self.name)
 
 
 class LoraAdapter:
     """See the module's docstring; made by `nestling.attach(model, LoraConfig(...))`.
 
-    Raises `ConfigError` if a target matches no Linear or cannot be adapted, or if the model carries an adapter already;
-    `ContextError` if PEFT is not installed.
+    Raises `ConfigError` if a target matches no Linear or Conv2d or cannot be adapted, or if the model carries an
+    adapter already; `ContextError` if PEFT is not installed.
 
     >>> model = nn.Sequential()
     >>> model.q_proj = nn.Linear(6, 4)
@@ -62,13 +76,13 @@ class LoraAdapter:
     ((20,), ['q_proj.weight'])
     """
 
-    averages_exactly = False
-
     def __init__(self, model: nn.Module, config: LoraConfig, *, base_hash: str | None = None) -> None:
         self.config = config = replace(config, seed=config.seed or 0)
+        self.averages_exactly = config.ffa  # with one A for all, W' is affine in B; adapted weights are never rounded
         refuse_second_adapter(model)
         targets = lora_targets(config, model)
         self.layout = _layout(targets, config)
+        self._maps = _maps(targets, config)
         peft = _peft()
         self.base_hash = base_hash or hash_of(model)
         self.frozen = Frozen(model, wrapped=targets)
@@ -88,31 +102,45 @@ class LoraAdapter:
             raise
 
     def _begin(self) -> None:
-        """The factors as the seed says, the only parameters that train."""
+        """The factors as the seed says; they, or the latents that move them, are the only parameters that train."""
         assert self.config.seed is not None
         for place in self._places:
-            device, width = place.linear.weight.device, place.linear.in_features
-            first = first_factor(self.config.seed, place.name, self.config.rank, width)
-            second = torch.zeros(place.linear.out_features, self.config.rank, dtype=torch.float32, device=device)
-            place.wrapper.lora_A[_OURS].weight = nn.Parameter(torch.from_numpy(first).to(device))
-            place.wrapper.lora_B[_OURS].weight = nn.Parameter(second)
-            place.wrapper.train(place.linear.training)
-            place.wrapper.register_forward_pre_hook(_Mark())
+            device, (first, second) = place.layer.weight.device, _factor_shapes(place.layer, self.config.rank)
+            drawn = first_factor(self.config.seed, place.name, first[0], prod(first[1:])).reshape(first)
+            a, b = place.holders
+            a.weight = nn.Parameter(torch.from_numpy(drawn).to(device))
+            b.weight = nn.Parameter(torch.zeros(second, dtype=torch.float32, device=device))
+            place.wrapper.train(place.layer.training)
+            place.wrapper.register_forward_pre_hook(_Show(self, place))
+            if self._maps:
+                place.wrapper.register_forward_hook(_Hide(place), always_call=True)
+        self.z = nn.Parameter(torch.zeros(self.layout.size, device=device)) if self._maps else None
         own = {id(p) for p in self.trainable()}
         for parameter in self.frozen.model.parameters():
             parameter.requires_grad_(id(parameter) in own)
 
     @property
-    def _factors(self) -> dict[str, nn.Parameter]:
-        both = [factor for place in self._places for factor in place.factors]
-        return dict(zip(self.layout.names, both, strict=True))
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The trained factors by name; with latents, where those begin."""
+        both = [pair for place in self._places for pair in zip(place.names, place.factors, strict=True)]
+        return {name: factor for name, factor in both if name in self.layout.names}
+
+    def _made(self, place: _Place) -> tuple[Tensor, Tensor]:
+        """A and B as the model uses them; gradients flow to what is trained."""
+        a, b = (self._factor(name, factor) for name, factor in zip(place.names, place.factors, strict=True))
+        return a, b
+
+    def _factor(self, name: str, factor: nn.Parameter) -> Tensor:
+        if self.z is None or name not in self._maps:
+            return factor
+        return sign_map_one(self.z[self.layout.slice(name)], self._maps[name], factor.detach())
 
     @property
     def spec(self) -> dict[str, Any]:
         """What both sides must agree on."""
         c = self.config
         assert c.seed is not None
-        return {
+        spec = {
             "kind": c.kind,
             "seed": f"{c.seed:016x}",
             "scheme": SCHEME,
@@ -120,41 +148,50 @@ class LoraAdapter:
             "alpha": c.alpha,
             "targets": list(c.targets),
             "layers": c.layers,
+            "ffa": c.ffa,
+            "dim": c.dim,
             "window": c.window,
             "sinks": c.sinks,
         }
+        return spec | ({"maps": digest(list(self._maps.values())).hex()} if self._maps else {})
 
     def vector(self) -> Vector:
-        """A, then B, of each target in model order, a copy: float32[layout.size]."""
-        return self.layout.pack({n: p.detach().float().cpu().numpy() for n, p in self._factors.items()})
+        """A, then B, of each target in model order (or B alone, or their latents), a copy: float32[layout.size]."""
+        if self.z is not None:
+            return self.z.detach().cpu().numpy().copy()
+        return self.layout.pack({n: p.detach().float().cpu().numpy() for n, p in self._trained.items()})
 
     def load_vector(self, vector: np.ndarray | Tensor) -> None:
-        """Set the factors. Raises `ContextError` if the length differs, `WireError` if a number is not finite."""
-        arrays = self.layout.unpack(check_vector(vector, self.layout))
+        """Set them. Raises `ContextError` if the length differs, `WireError` if a number is not finite."""
+        array = check_vector(vector, self.layout)
         with torch.no_grad():
-            for name, factor in self._factors.items():
+            if self.z is not None:
+                self.z.copy_(torch.from_numpy(array))
+                return
+            arrays = self.layout.unpack(array)
+            for name, factor in self._trained.items():
                 factor.copy_(torch.from_numpy(arrays[name]))
 
     def trainable(self) -> list[nn.Parameter]:
-        """A and B of each target, for an optimiser."""
-        return [factor for place in self._places for factor in place.factors]
+        """A and B of each target (or B alone, or the one parameter of their latents), for an optimiser."""
+        return [self.z] if self.z is not None else list(self._trained.values())
 
     def gates(self) -> list[nn.Parameter]:
         """None."""
         return []
 
     def weights(self) -> dict[str, Tensor]:
-        """W' of each target by the name of W in the base; gradients flow to A and B.
+        """W' of each target by the name of W in the base; gradients flow to `trainable()`.
 
         At least float32 also where W is shorter: in a forward pass x W and x (B A) are added, and W' is never rounded.
         """
         return {f"{place.name}.weight": self._weight(place) for place in self._places}
 
     def _weight(self, place: _Place) -> Tensor:
-        first, second = place.factors
-        base = place.linear.weight.detach()
+        first, second = self._made(place)
+        base = place.layer.weight.detach()
         wide = base.to(torch.promote_types(base.dtype, torch.float32))
-        return wide + (self.config.alpha / self.config.rank) * (second @ first)
+        return wide + (self.config.alpha / self.config.rank) * (second.flatten(1) @ first.flatten(1)).view(base.shape)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the factors, the settings, the base's hash and a model card into `folder`."""
@@ -171,16 +208,38 @@ class LoraAdapter:
         if merge:
             with torch.no_grad():
                 for place in self._places:
-                    place.linear.weight.copy_(self._weight(place))
-        _put_back(self.frozen.model, {place.name: place.linear for place in self._places})
+                    place.layer.weight.copy_(self._weight(place))
+        _put_back(self.frozen.model, {place.name: place.layer for place in self._places})
         self.frozen.release()
 
 
-class _Mark(AdapterHook):
-    """By which a module is known to carry an adapter; a copy of it has one too."""
+class _Show(AdapterHook):
+    """Before a pass of PEFT's module: with latents, its factors are those that the latents make.
 
+    By it a module is known to carry an adapter, too; a copy of that module has one as well.
+    """
+
+    def __init__(self, adapter: LoraAdapter, place: _Place) -> None:
+        self.adapter, self.place = adapter, place
+
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: object) -> None:
-        return None
+        if self.adapter.z is None:
+            return
+        for holder, factor in zip(self.place.holders, self.adapter._made(self.place), strict=True):
+            holder.__dict__["weight"] = factor  # an instance attribute hides the registered parameter
+
+
+class _Hide:
+    """After it: they are dropped, since with their graph they could not be copied."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        for holder in self.place.holders:
+            holder.__dict__.pop("weight", None)
 
 
 def lora_layout(config: LoraConfig, model: nn.Module) -> Layout:
@@ -196,12 +255,47 @@ def lora_layout(config: LoraConfig, model: nn.Module) -> Layout:
     return _layout(lora_targets(config, model), config)
 
 
-def _layout(targets: dict[str, nn.Linear], config: LoraConfig) -> Layout:
-    entries = []
-    for name, linear in targets.items():
-        entries += [(f"{name}.lora_A.weight", (config.rank, linear.in_features))]
-        entries += [(f"{name}.lora_B.weight", (linear.out_features, config.rank))]
-    return Layout.of(entries)
+def _layout(targets: dict[str, Layer], config: LoraConfig) -> Layout:
+    """Of the trained factors; with `dim`, of their latents."""
+    shapes = _trained_shapes(targets, config)
+    if not config.dim:
+        return Layout.of(shapes.items())
+    widest = max(min(layer.weight.shape[0], prod(layer.weight.shape[1:])) for layer in targets.values())
+    if config.rank > widest:  # no message's size would bound it
+        raise ConfigError(
+            f"{config.rank:,} is more than {widest:,}, which already allows any change",
+            where="adapter.rank",
+            remedy=f"Give {widest:,} or less.",
+        )
+    return Layout.of((name, (min(config.dim, prod(shape)),)) for name, shape in shapes.items())
+
+
+def _trained_shapes(targets: dict[str, Layer], config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for name, layer in targets.items():
+        both = zip(_factor_names(name), _factor_shapes(layer, config.rank), strict=True)
+        shapes |= dict(list(both)[config.ffa :])
+    return shapes
+
+
+def _factor_names(name: str) -> tuple[str, str]:
+    return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+
+
+def _factor_shapes(layer: Layer, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of A and B as PEFT holds them: of a convolution, A has its kernel and B is 1×1."""
+    out, *rest = layer.weight.shape
+    return (rank, *rest), (out, rank, *[1] * (len(rest) - 1))
+
+
+def _maps(targets: dict[str, Layer], config: LoraConfig) -> dict[str, SignMap]:
+    """How latents become the change of each trained factor; none without latents."""
+    maps = {}
+    for name, shape in _trained_shapes(targets, config).items() if config.dim else ():
+        dim = min(config.dim, prod(shape))
+        scale = 1 / sqrt(prod(shape[1:]))
+        maps[name] = make_map(config.seed or 0, f"lora/{name}", rows=prod(shape), dim=dim, rank=dim, scale=scale)
+    return maps
 
 
 def first_factor(seed: int, name: str, rank: int, width: int) -> np.ndarray:
@@ -217,89 +311,6 @@ def first_factor(seed: int, name: str, rank: int, width: int) -> np.ndarray:
     return (unit / sqrt(width)).astype(np.float32).reshape(rank, width)
 
 
-def lora_targets(config: LoraConfig, model: nn.Module) -> dict[str, nn.Linear]:
-    """The chosen Linear modules by name, in model order: those whose name ends in a target, in the chosen layers.
-
-    Layers are the entries of the outermost `nn.ModuleList` that a target lies in. Raises `ConfigError` if a target
-    matches no Linear, if layers are chosen where there is no one list of them, or if a Linear cannot be adapted.
-
-    >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(3))})
-    >>> list(lora_targets(LoraConfig(targets=("q_proj",), layers="upper:0.5"), model))
-    ['layers.1.q_proj', 'layers.2.q_proj']
-    """
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    matched = {t: [n for n in linears if f".{n}".endswith(f".{t}")] for t in config.targets}
-    for target, found in matched.items():
-        if not found or not target:
-            near = difflib.get_close_matches(target, {n.rpartition(".")[2] for n in linears}, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"{target!r} is the end of no Linear module's name",
-                where="adapter.targets",
-                remedy=f"Nearest: {near[0]!r}." if near else "This model has no Linear module at all.",
-            )
-    chosen = _in_layers({n for found in matched.values() for n in found}, config.layers, model)
-    for target, found in matched.items():
-        if not chosen.intersection(found):
-            raise ConfigError(
-                f"{target!r} is in none of the layers {config.layers!r}",
-                where="adapter.targets",
-                remedy="Choose other layers, or leave it out.",
-            )
-    if not chosen:
-        raise ConfigError("names no module to adapt", where="adapter.targets", remedy='Give some, such as "q_proj".')
-    targets = {name: linear for name, linear in linears.items() if name in chosen}
-    _refuse_what_cannot_be_adapted(targets, model)
-    return targets
-
-
-def _in_layers(names: set[str], layers: str, model: nn.Module) -> set[str]:
-    if layers == "all":
-        return names
-    places = {name: _layer_of(name, model) for name in sorted(names)}
-    lists = {place[0]: name for name, place in places.items()}
-    if len(lists) > 1:
-        raise ConfigError(
-            f"{' and '.join(list(lists.values())[:2])} do not lie in one list of layers",
-            where="adapter.layers",
-            remedy='Give "all", or targets that do.',
-        )
-    numbers = {n for path in lists for n in layer_numbers(layers, len(model.get_submodule(path)))}  # type: ignore[arg-type]
-    return {name for name, (_, number) in places.items() if number in numbers}
-
-
-def _layer_of(name: str, model: nn.Module) -> tuple[str, int]:
-    """The outermost list of modules that a module lies in, and its number there."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        if isinstance(model.get_submodule(path), nn.ModuleList):
-            return path, int(parts[end])
-    raise ConfigError(
-        f"{name} lies in no list of layers", where="adapter.layers", remedy='Give "all", or targets that do.'
-    )
-
-
-def _refuse_what_cannot_be_adapted(targets: dict[str, nn.Linear], model: nn.Module) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    names: dict[int, set[str]] = {}
-    for name, module in modules.items():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), set()).add(f"{name}.{attribute}")
-    for name, linear in targets.items():
-        weight = linear._parameters.get("weight")
-        path = name.rpartition(".")[0]
-        if weight is None or not weight.is_floating_point():
-            cause = f"is stored as {weight.dtype}" if weight is not None else "has no plain weight"
-        elif len(names[id(weight)]) > 1:
-            cause = f"shares its weight with {min(names[id(weight)] - {f'{name}.weight'}).rpartition('.')[0]}"
-        elif isinstance(modules[path], nn.MultiheadAttention | nn.TransformerEncoderLayer):
-            cause = f"is read by {type(modules[path]).__name__} without a call, so a change beside it would go unseen"
-        else:
-            continue
-        raise ConfigError(cause, where=name, remedy="Leave it out of adapter.targets, or use the kind latent or full.")
-
-
 def _peft() -> ModuleType:
     try:
         import peft  # two seconds, and only for those who use LoRA
@@ -310,7 +321,7 @@ def _peft() -> ModuleType:
     return peft
 
 
-def _inject(peft: ModuleType, model: nn.Module, targets: dict[str, nn.Linear], config: LoraConfig) -> list[_Place]:
+def _inject(peft: ModuleType, model: nn.Module, targets: dict[str, Layer], config: LoraConfig) -> list[_Place]:
     """PEFT's modules in the place of the targets. Their factors have no content yet, so nothing random is drawn."""
     before = model.__dict__.get("peft_config")
     settings = peft.LoraConfig(
@@ -328,15 +339,15 @@ def _inject(peft: ModuleType, model: nn.Module, targets: dict[str, nn.Linear], c
         if before is not None:
             model.__dict__["peft_config"] = before
     places = []
-    for name, linear in targets.items():
+    for name, layer in targets.items():
         wrapper = model.get_submodule(name)
-        if getattr(wrapper, "base_layer", None) is not linear or _OURS not in getattr(wrapper, "lora_A", ()):
+        if getattr(wrapper, "base_layer", None) is not layer or _OURS not in getattr(wrapper, "lora_A", ()):
             raise ConfigError("was passed over by PEFT", where=name, remedy="Leave it out of adapter.targets.")
-        places.append(_Place(name, linear, wrapper))
+        places.append(_Place(name, layer, wrapper))
     return places
 
 
-def _put_back(model: nn.Module, targets: dict[str, nn.Linear]) -> None:
-    for name, linear in targets.items():
+def _put_back(model: nn.Module, targets: dict[str, Layer]) -> None:
+    for name, layer in targets.items():
         path, _, attribute = name.rpartition(".")
-        model.get_submodule(path)._modules[attribute] = linear
+        model.get_submodule(path)._modules[attribute] = layer

@@ -7,8 +7,9 @@ q, k, v are the model's own projections before the rotation, plus low-rank corre
 its query heads. S starts at 0 with each stream, belongs to it, and is never in a message or a file. FedNL, arXiv
 2605.16350; its published code builds on a kernel that is not the delta rule, ours is (`kernels/delta_rule`).
 
-Where we differ: corrections act on the memory alone, so a gate of 0 without a window is the base model; and the rules
-may ride the latent channel (`dim`), θ = θ_init + s · U z, which the paper does not have.
+Where we differ: corrections act on the memory alone, so a gate of 0 without a window is the base model; the rules may
+ride the latent channel (`dim`), θ = θ_init + s · U z; q and k may come of the tokens before (`address`, in address.py),
+which is what ties a value to its key; and the memory may be added to attention, o_static + gate · S_tᵀ q_t (`mix`).
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.adapters.address import FIRST_TAPS, TAPS, AddressHead
 from nestling.adapters.frozen import AdapterHook, Frozen, refuse_second_adapter
 from nestling.adapters.layers import layer_numbers
 from nestling.adapters.store import check_vector, save_adapter
@@ -64,13 +66,17 @@ class MemoryAdapter:
         own = {name: trained[name] for name, _ in self.layout} | {name: self._start[name] for name, _ in local}
         self._parameters = {name: nn.Parameter(value.clone().to(device)) for name, value in own.items()}
         self._rules: dict[str, Tensor] = dict(self._parameters)
+        self._head = address_head(config, shape)
         self._memory_on = True
         self._passes = 0  # training passes since the state was set: they number the draws of `window_dropout`
         self._drops_window = False
         self._reader = Reader(model, window=config.window, sinks=config.sinks)  # the last that may refuse the model
         self.frozen = Frozen(model)
-        for number in self._numbers:
-            self._reader.watch(number, _LayerMemory(self, number))
+        memories = {number: _LayerMemory(self, number) for number in self._numbers}
+        if head := self._head:
+            memories[head.layer] = _Addresses(self, head, memories.get(head.layer))  # type: ignore[assignment]
+        for number, memory in memories.items():
+            self._reader.watch(number, memory)
         self._hooks = [
             self._reader.body.register_forward_pre_hook(_Regenerate(self)),
             self._reader.body.register_forward_hook(_Drop(self), always_call=True),
@@ -79,10 +85,12 @@ class MemoryAdapter:
     @property
     def spec(self) -> dict[str, Any]:
         """What both sides must agree on."""
-        c = self.config
+        c, address = self.config, "own" if self._head is None else f"{self._head.layer}.{self._head.head}"
         spec = {"kind": c.kind, "seed": f"{c.seed:016x}", "scheme": SCHEME, "rank": c.rank, "layers": self._numbers}
-        spec |= {"gate": c.gate, "update": c.update, "forget": c.forget, "window": c.window, "sinks": c.sinks}
+        spec |= {"gate": c.gate, "mix": c.mix, "address": address, "update": c.update, "forget": c.forget}
         spec |= {
+            "window": c.window,
+            "sinks": c.sinks,
             "window_dropout": c.window_dropout,
             "low_rank": c.low_rank,
             "share": c.share,
@@ -160,6 +168,11 @@ class MemoryAdapter:
         drawn = Stream(self.config.seed or 0, "window-dropout", str(self._passes)).integers(rows, 1 << 16)
         return torch.from_numpy(drawn < self.config.window_dropout * (1 << 16))
 
+    def _kept(self, head: AddressHead) -> dict[str, Tensor]:
+        """Holds the addresses of a pass: a place that the reader forgets, also where an interrupt ended the pass."""
+        kept: dict[str, Tensor] = self._reader.layers[head.layer].nestling.kept  # type: ignore[union-attr, assignment]
+        return kept
+
     def _pack(self, layout: Layout) -> Vector:
         return layout.pack({n: self._parameters[n].detach().cpu().numpy() for n in layout.names})
 
@@ -193,6 +206,21 @@ class _Drop:
         self.adapter._rules = dict(self.adapter._parameters)
 
 
+class _Addresses:
+    """The layer whose key head makes the addresses of all memories; its own memory, if it has one, comes after."""
+
+    def __init__(self, adapter: MemoryAdapter, head: AddressHead, memory: "_LayerMemory | None") -> None:
+        self.adapter, self.head, self.memory = adapter, head, memory
+
+    def mix(self, static: Tensor, seen: Seen, stream: StreamLayer | None, mask: Tensor | None) -> Tensor:
+        """As of `_LayerMemory`."""
+        rules = self.adapter._rules
+        if self.adapter._memory_on:
+            made = self.head.make(seen, rules["address.centre"], rules["address.taps"], stream, mask)
+            self.adapter._kept(self.head)["read at"], self.adapter._kept(self.head)["write at"] = made
+        return self.memory.mix(static, seen, stream, mask) if self.memory is not None else static
+
+
 class _LayerMemory:
     """The memory of one layer."""
 
@@ -218,10 +246,14 @@ class _LayerMemory:
                 stream.memory = state
         if not adapter._reader.static:
             return read.to(static.dtype)
-        alpha: Tensor | float = 0.5
+        gate: Tensor | None = None
         if adapter.config.gate != "none":
-            alpha = self._rule("gate", read).tanh().view(static.shape[2], -1)
-        mixed = (1 - alpha) * static + alpha * read
+            gate = self._rule("gate", read).view(static.shape[2], -1)
+        if adapter.config.mix == "add":
+            mixed = static + (0.5 if gate is None else gate) * read
+        else:
+            alpha = 0.5 if gate is None else gate.tanh()
+            mixed = (1 - alpha) * static + alpha * read
         if adapter._drops_window:
             alone = adapter._without_window(len(static)).to(static.device)
             mixed = torch.where(alone[:, None, None, None], read, mixed)
@@ -230,11 +262,17 @@ class _LayerMemory:
     def _project(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         x = seen.x.to(torch.promote_types(seen.x.dtype, torch.float32))
         q, k, v = (given.to(x.dtype) for given in (seen.q, seen.k, seen.v))
-        if self.adapter.config.low_rank == "trained":
-            q, k, v = (self._corrected(x, given, name) for given, name in ((q, "q"), (k, "k"), (v, "v")))
+        trained, head = self.adapter.config.low_rank == "trained", self.adapter._head
+        if head is not None:  # both of length 1 already
+            read_at, write_at = (self.adapter._kept(head)[name].to(x.dtype) for name in ("read at", "write at"))
+            q, k = (at[:, :, None].expand_as(given).contiguous() for at, given in ((read_at, q), (write_at, k)))
+        else:
+            q, k = (self._corrected(x, q, "q"), self._corrected(x, k, "k")) if trained else (q, k)
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        v = self._corrected(x, v, "v") if trained else v
         beta = F.linear(x, self._rule("write.weight", x), self._rule("write.bias", x)).sigmoid()
         g = F.logsigmoid(self._rule("forget", x)).expand(beta.shape) if self.adapter.config.forget else None
-        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, g
+        return q, k, v, beta, g
 
     def _corrected(self, x: Tensor, given: Tensor, name: str) -> Tensor:
         correction = F.linear(F.linear(x, self._rule(f"{name}.A", x)), self._rule(f"{name}.B", x))
@@ -267,11 +305,15 @@ def rule_layouts(config: MemoryConfig, shape: Any) -> tuple[Layout, Layout]:
             remedy=f"Give {hidden} or less.",
         )
     shared: list[tuple[str, tuple[int, ...]]] = []
+    head = address_head(config, shape)
+    if head is not None:
+        shared += [("address.centre", (size,)), ("address.taps", (TAPS,))]
     low: list[tuple[str, tuple[int, ...]]] = []
     for number in layer_numbers(config.layers, shape.num_hidden_layers):
         at = f"layers.{number}"
         if config.low_rank == "trained":
-            for name, count in (("q", heads), ("k", groups), ("v", groups)):
+            own = () if head is not None else (("q", heads), ("k", groups))
+            for name, count in (*own, ("v", groups)):
                 entries = [(f"{at}.{name}.A", (config.rank, hidden)), (f"{at}.{name}.B", (count * size, config.rank))]
                 (shared if config.share == "rules" else low).extend(entries)
         shared += [(f"{at}.write.weight", (groups, hidden)), (f"{at}.write.bias", (groups,))]
@@ -295,10 +337,23 @@ def state_bytes(config: MemoryConfig, shape: Any, *, bytes_per_number: int = 2) 
     _, _, groups, size = head_sizes(shape)
     tokens = config.window + config.sinks if config.window else 0
     layers = shape.num_hidden_layers
-    return {
-        "window": layers * tokens * 2 * groups * size * bytes_per_number,
-        "memory": len(layer_numbers(config.layers, layers)) * groups * size * size * 4,
-    }
+    numbers = len(layer_numbers(config.layers, layers)) * groups * size * size
+    if address_head(config, shape) is not None:
+        numbers += TAPS * size
+    return {"window": layers * tokens * 2 * groups * size * bytes_per_number, "memory": numbers * 4}
+
+
+def address_head(config: MemoryConfig, shape: Any) -> AddressHead | None:
+    """The key head that makes addresses, None if each layer has its own; `ConfigError` for one that cannot."""
+    layers = shape.num_hidden_layers
+    first = layer_numbers(config.layers, layers)[0]
+    return AddressHead.of(config.address, first_memory=first, layers=layers, groups=head_sizes(shape)[2])
+
+
+def first_layer(config: MemoryConfig, shape: Any) -> int:
+    """The lowest layer that the adapter changes or listens to: what lies below is the same for every state."""
+    head = address_head(config, shape)
+    return head.layer if head is not None else layer_numbers(config.layers, shape.num_hidden_layers)[0]
 
 
 def head_sizes(shape: Any) -> tuple[int, int, int, int]:
@@ -313,10 +368,13 @@ def _count(size: tuple[int, ...]) -> int:
 
 
 def _start(name: str, size: tuple[int, ...], config: MemoryConfig) -> Tensor:
-    """Rules before training: A random signs of size 1/√h, B zero, gates closed, weak writes, and hardly any decay."""
+    """Rules before training: A random signs of size 1/√h, B zero, gates closed, weak writes, and hardly any decay;
+    addresses of two tokens, not centred."""
     if name.endswith(".A"):
         signs = Stream(config.seed or 0, "memory", name).signs(_count(size)).reshape(size)
         return torch.from_numpy(signs / np.float32(sqrt(size[1])))
+    if name == "address.taps":
+        return torch.tensor(FIRST_TAPS)
     fill = {"bias": config.write_bias, "forget": 6.0}.get(name.rpartition(".")[2], 0.0)
     return torch.full(size, fill)
 

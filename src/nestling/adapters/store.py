@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nestling.config.load import parse_table
-from nestling.config.schema import AdapterConfig, LatentConfig, LoraConfig, MemoryConfig
+from nestling.config.schema import AdapterConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig
 from nestling.core.errors import ContextError, NestlingError, SeedError, WireError
 from nestling.core.files import make_folder, write_atomic
 from nestling.core.vectors import Layout, Vector
@@ -131,6 +131,8 @@ def _check_size(config: AdapterConfig, model: nn.Module, path: Path) -> None:
     file = path / "adapter.safetensors"
     room = file.stat().st_size // 4 if isfile(file) else 0
     asked = config.budget or config.dim if isinstance(config, LatentConfig) else 0
+    if isinstance(config, MappingConfig):
+        asked = config.dim
     if isinstance(config, LoraConfig):
         from nestling.adapters.lora import lora_layout
 

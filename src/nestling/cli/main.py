@@ -7,7 +7,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from nestling.core.errors import NestlingError
@@ -59,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal does not have is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _dispatch(args)
+        with _warnings_of_ours_in_one_line():
+            code = _dispatch(args)
         if sys.stdout:  # None if the caller closed it
             sys.stdout.flush()  # here, so that a closed pipe is noticed below
         return code
@@ -81,6 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 8
     except SystemExit as error:  # from tyro: 0 after its help, 2 for a flag; from rich: 1 if the pipe is closed
         return 0 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+
+
+@contextmanager
+def _warnings_of_ours_in_one_line() -> Iterator[None]:
+    """A warning of a class of this package is meant for users, who have no use for the line of code it came from."""
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], *place: object, **line: object) -> str:
+        if category.__module__.partition(".")[0] == "nestling":
+            return f"nestling: {message}\n"
+        return usual(message, category, *place, **line)  # type: ignore[arg-type]
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _dispatch(args: list[str]) -> int:

@@ -65,6 +65,11 @@ def run(args: Sequence[str]) -> int:
         console.print(recalls_to_rich(result))
     else:
         console.print(to_rich(rows_of([result]), caption_of([result])))
+    if result.accuracy_personal is not None and result.accuracy_personal_global is not None:
+        console.print(
+            f"by each client's own classes: its own model {100 * result.accuracy_personal:.1f} %, "
+            f"the global state {100 * result.accuracy_personal_global:.1f} %"
+        )
     if result.averaging_error is not None:
         console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
     console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)

@@ -18,12 +18,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nestling.codec.quantise import CODECS, Limits, body_size, decode_body, encode_body, named_codec
-from nestling.core.errors import ContextError, WireError
+from nestling.codec.codecs import FAMILIES, body_size, decode_body, encode_body, named_codec
+from nestling.codec.form import Limits, Memory
+from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.core.vectors import Layout, Vector
 
-__all__ = ["HEADER_SIZE", "VERSION", "Direction", "Header", "Limits", "context_id", "decode", "encode", "peek"]
-__all__ += ["state_digest"]
+__all__ = ["HEADER_SIZE", "VERSION", "Direction", "Header", "Limits", "context_id", "decode", "encode"]
+__all__ += ["message_key", "peek", "state_digest"]
 
 HEADER_SIZE = 64
 VERSION = 1
@@ -34,6 +35,7 @@ Direction = Literal["uplink", "downlink"]
 MAGIC: dict[Direction, bytes] = {"uplink": b"NSU1", "downlink": b"NSD1"}
 
 _FIELDS = struct.Struct("<4sBBHII16sQII16s")
+_KEY = struct.Struct("<16sIQ")
 _DIGEST_AT = 48
 assert _FIELDS.size == HEADER_SIZE
 
@@ -88,6 +90,15 @@ def state_digest(vector: Vector) -> str:
     return hashlib.sha256(vector.astype("<f4").tobytes()).hexdigest()
 
 
+def message_key(context: bytes, round: int, client: int) -> bytes:
+    """28 bytes that a codec's random numbers are seeded with: what the header says of the context, round and client.
+
+    >>> message_key(bytes(16), 1, 7).hex(" ", -16)
+    '00000000000000000000000000000000 010000000700000000000000'
+    """
+    return _KEY.pack(context, round, client)
+
+
 def encode(
     layout: Layout,
     vector: Vector,
@@ -100,12 +111,16 @@ def encode(
     client: int,
     num_examples: int,
     attempt: int = 0,
+    memory: Memory | None = None,
+    stochastic: bool = False,
 ) -> bytes:
     """The message that carries `vector`, float32 of shape (layout.size,). A downlink has 0 examples.
 
+    `memory` and `stochastic` are those of `encode_body`; its key is `message_key` of this header.
+
     Raises `WireError` with code `field` (a number does not fit its field), `context` (not 16 bytes), `num_examples`,
     `length` (over 4 GiB), `non_finite` or `overflow`; `ContextError` if the vector is not one of this layout;
-    `ConfigError` on an unknown codec.
+    `ConfigError` on an unknown codec or a rounding it does not know.
 
     >>> import numpy as np
     >>> layout = Layout.of([("latent", (1280,))])
@@ -123,11 +138,12 @@ def encode(
     total = HEADER_SIZE + body_size(codec, layout)
     if total > LARGEST:
         raise WireError("length", f"the message would have {total} bytes", remedy="Send fewer numbers, or fewer bits.")
-    body = encode_body(codec, layout, vector)
+    key = message_key(context, round, client)
+    body = encode_body(codec, layout, vector, key=key, memory=memory, stochastic=stochastic)
     head = _FIELDS.pack(
         MAGIC[direction],
         VERSION,
-        CODECS[codec].id,
+        named_codec(codec).id,
         IS_DIFFERENCE if is_difference else 0,
         total,
         round,
@@ -154,9 +170,10 @@ def decode(
     """Header and float32[layout.size] of a message, or a `WireError`. Nothing in `message` is believed.
 
     `message` is bytes, bytearray or memoryview; `client` is the identity the channel has proved; `codecs` are the names
-    the run allows. The error's code is the first of these that fails: `type`, `short`, `length`, `magic`, `version`,
-    `flags`, `codec`, `length`, `digest`, `context`, `stale_round` or `future_round`, `client`, `num_examples`, then
-    those of `decode_body`. `ConfigError` if `codecs` names none that exist.
+    the run allows, at most one of each family. The error's code is the first of these that fails: `type`, `short`,
+    `length`, `magic`, `version`, `flags`, `codec`, `length`, `digest`, `context`, `stale_round` or `future_round`,
+    `client`, `num_examples`, then those of `decode_body`. `ConfigError` if `codecs` names one that does not
+    exist, or two of a family, which a message cannot tell apart.
 
     >>> import numpy as np
     >>> layout, who = Layout.of([("latent", (2,))]), dict(context=bytes(16), round=1, client=7)
@@ -166,10 +183,15 @@ def decode(
     >>> header.num_examples, vector
     (500, array([ 1., -2.], dtype=float32))
     """
-    largest = HEADER_SIZE + max((body_size(name, layout) for name in codecs), default=0)
-    header, data = _parse(message, [direction], codecs, largest)
-    expected = HEADER_SIZE + body_size(header.codec, layout)
-    _check_length(header, data, expected)
+    allowed = {name: named_codec(name) for name in codecs}
+    sizes = {name: HEADER_SIZE + codec.size(layout) for name, codec in allowed.items()}
+    names = {codec.id: name for name, codec in allowed.items()}
+    if len(names) < len(allowed):
+        raise ConfigError(
+            f"{', '.join(allowed)}: two have one number on the wire", where="codecs", remedy="Allow one of a family."
+        )
+    header, data = _parse(message, [direction], names, max(sizes.values(), default=HEADER_SIZE))
+    _check_length(header, data, sizes[header.codec])
     _check_digest(header, data)
     if header.context != context:
         raise WireError(
@@ -187,11 +209,14 @@ def decode(
             remedy="Drop it; a client may speak only for itself.",
         )
     _check_examples(direction, header.num_examples, limits.max_examples)
-    return header, decode_body(header.codec, layout, memoryview(data)[HEADER_SIZE:], limits)
+    key = message_key(header.context, header.round, header.client)
+    return header, decode_body(header.codec, layout, memoryview(data)[HEADER_SIZE:], limits, key=key)
 
 
 def peek(message: object) -> Header:
     """The header of an undamaged message of either direction, without knowing its layout or context.
+
+    Its `codec` is the name before "@", for a parameter is nothing a message says.
 
     Raises `WireError` with the codes of `decode` up to `digest`. The body is not decoded, so it may still be refused.
 
@@ -201,14 +226,14 @@ def peek(message: object) -> Header:
     ...             round=3, context=bytes(16), client=0, num_examples=0)).codec
     'float16'
     """
-    header, data = _parse(message, list(MAGIC), CODECS, LARGEST)
+    header, data = _parse(message, list(MAGIC), FAMILIES, LARGEST)
     _check_length(header, data, len(data))
     _check_digest(header, data)
     return header
 
 
 def _parse(
-    message: object, directions: Collection[Direction], codecs: Collection[str], largest: int
+    message: object, directions: Collection[Direction], codecs: Mapping[int, str], largest: int
 ) -> tuple[Header, bytes]:
     """Checks up to `codec`. The bytes returned are ours: the sender's buffer can no longer change under the digest."""
     if not isinstance(message, bytes | bytearray | memoryview):
@@ -232,11 +257,12 @@ def _parse(
         )
     if flags & ~IS_DIFFERENCE:
         raise WireError("flags", f"has flags 0x{flags:04x}, only bit 0 is defined", remedy="Drop it.")
-    codec = next((name for name in codecs if named_codec(name).id == number), None)
+    codec = codecs.get(number)
     if codec is None:
+        known = ", ".join(f"{number} ({name})" for number, name in codecs.items())
         raise WireError(
             "codec",
-            f"uses codec {number}, allowed are {', '.join(f'{CODECS[name].id} ({name})' for name in codecs) or 'none'}",
+            f"uses codec {number}, allowed are {known or 'none'}",
             remedy="Use the same codec setting on both sides.",
         )
     difference = bool(flags & IS_DIFFERENCE)

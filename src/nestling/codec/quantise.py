@@ -1,164 +1,43 @@
-"""Six ways to write a flat float32 vector as bytes, each with a length that follows from the layout alone.
+"""Number by number: eight ways to write a float32 vector, each with a length that follows from the layout alone.
 
-Floats are copied (32 or 16 bits); integers of 8 or 4 bits stand for multiples of a step. The step is either one per
+Floats are copied (32 or 16 bits); integers of 8, 4 or 2 bits stand for multiples of a step. The step is either one per
 tensor and symmetric, or one per message with an offset, which is the form of the FLITE paper (arXiv 2607.18343):
 
-    per tensor:   x = s_l · c           c in −127 … 127 or −7 … 7,   s_l = max|x_l| / 127 (or 7)
-    per message:  x = z + s · c         c in 0 … 255 or 0 … 15,      z = min x,  s = (max x − min x) / 255 (or 15)
+    per tensor:   x = s_l · c           c in −top … top,  top = 127, 7 or 1;      s_l = max|x_l| / top
+    per message:  x = z + s · c         c in 0 … top,     top = 255, 15 or 3;     z = min x,  s = (max x − min x) / top
 
-Where we differ: the paper does not say how it rounds. Here s is rounded so that no decoded number leaves the range of
-the numbers encoded, and is never below the smallest normal float32. SPEC.md, beside this file, is the definition.
+    nearest:      c = round(t), half to even, for t = x / s_l or (x − z) / s
+    stochastic:   c = ⌊t⌋ + [u < t − ⌊t⌋],  u uniform in [0, 1), so that E[c] = t                   (QSGD, 1610.02132)
+
+Where we differ: the FLITE paper does not say how it rounds. Here s is rounded so that no decoded number leaves the
+range of the numbers encoded, and is never below the smallest normal float32. SPEC.md, beside this file, is the
+definition.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.codec.form import (
+    FLT_MAX,
+    FLT_MIN,
+    Body,
+    Codec,
+    Limits,
+    Memory,
+    key_stream,
+    pack,
+    packed_size,
+    pad_error,
+    read_scale,
+    unpack,
+)
+from nestling.core.errors import WireError
 from nestling.core.vectors import Layout, Vector
 
-FLT_MIN = float(np.finfo(np.float32).tiny)  # smallest normal float32; a smaller step would lose bits as it decodes
-FLT_MAX = float(np.finfo(np.float32).max)
-
-Body = bytes | memoryview
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a receiver accepts, whatever the sender writes.
-
-    The defaults belong together: 1e4 is a float16, so rounding cannot lift a number above it, and 1e4 · √10,000 = 1e6,
-    so a layout of up to 10,000 numbers that are each within `max_abs` cannot exceed `max_norm` either. Longer vectors
-    need room for rounding: see "Limits" in SPEC.md.
-
-    Args:
-        max_examples: the largest number of examples a client may claim, 1 … 2^32 − 1.
-        max_abs: the largest absolute value of a number. At least 1, which is the step of an all-zero tensor.
-        max_norm: the largest L2 norm of the whole vector.
-
-    Raises `ConfigError` if a limit is outside its range or NaN.
-
-    >>> Limits(max_norm=50.0).max_abs
-    10000.0
-    """
-
-    max_examples: int = 1_000_000
-    max_abs: float = 1e4
-    max_norm: float = 1e6
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_examples < 2**32:
-            raise ConfigError(f"is {self.max_examples}", where="max_examples", remedy="Give 1 … 2^32 − 1.")
-        if not 1.0 <= self.max_abs <= FLT_MAX:
-            raise ConfigError(f"is {self.max_abs}", where="max_abs", remedy="Give 1 … 3.4e38, the range of a float32.")
-        if not self.max_norm > 0.0:
-            raise ConfigError(f"is {self.max_norm}", where="max_norm", remedy="Give a positive number.")
-
-
-@dataclass(frozen=True)
-class Codec:
-    """One way to write a vector: its number on the wire and the three functions behind the public ones below.
-
-    `encode` is given finite float32 numbers, `decode` a body of the right length; `decode` checks everything but the
-    values themselves.
-    """
-
-    name: str
-    id: int
-    size: Callable[[Layout], int]
-    encode: Callable[[Layout, Vector], bytes]
-    decode: Callable[[Layout, Body, Limits], Vector]
-
-
-def named_codec(name: str) -> Codec:
-    """The codec called `name`. Raises `ConfigError` if there is none.
-
-    >>> named_codec("int4-message").id
-    5
-    """
-    if name not in CODECS:
-        raise ConfigError(f"there is no codec {name!r}", where="codec", remedy=f"Choose from {', '.join(CODECS)}.")
-    return CODECS[name]
-
-
-def body_size(codec: str, layout: Layout) -> int:
-    """Bytes of every body of this codec and layout. Raises `ConfigError` on an unknown codec.
-
-    >>> layout = Layout.of((f"conv{index}", (64,)) for index in range(20))
-    >>> body_size("float32", layout), body_size("int4-message", layout)
-    (5120, 648)
-    """
-    return named_codec(codec).size(layout)
-
-
-def encode_body(codec: str, layout: Layout, vector: Vector) -> bytes:
-    """The bytes of `vector`, float32 of shape (layout.size,).
-
-    Raises `WireError` with code `non_finite` or `overflow` if the numbers cannot be sent, `ContextError` if the vector
-    is not one of this layout, `ConfigError` on an unknown codec.
-
-    >>> encode_body("int4-message", Layout.of([("a", (3,))]), np.array([0.0, 7.0, 15.0], np.float32)).hex(" ", -4)
-    '0000803f 00000000 700f'
-    """
-    if vector.dtype != np.float32 or vector.shape != (layout.size,):
-        raise ContextError(
-            f"is {vector.dtype} of shape {vector.shape}, the layout holds {layout.size} float32 numbers",
-            where="vector",
-            remedy="Was it made by another adapter or model?",
-        )
-    if not np.isfinite(vector).all():
-        raise WireError(
-            "non_finite",
-            f"{np.count_nonzero(~np.isfinite(vector))} of {layout.size} numbers are NaN or infinite",
-            remedy="Lower the learning rate, or let this client decline the round.",
-        )
-    return named_codec(codec).encode(layout, vector)
-
-
-def decode_body(codec: str, layout: Layout, body: Body, limits: Limits) -> Vector:
-    """The float32 numbers, shape (layout.size,), in a body; a fresh array that does not share its memory.
-
-    Raises `WireError` with code `length`, `scale`, `zero`, `nibble_pad`, `code_range`, `non_finite`, `abs` or `norm`,
-    checked in this order, and `ConfigError` on an unknown codec.
-
-    >>> decode_body("int4-message", Layout.of([("a", (3,))]), bytes.fromhex("0000803f00000000700f"), Limits())
-    array([ 0.,  7., 15.], dtype=float32)
-    """
-    chosen = named_codec(codec)
-    if len(body) != chosen.size(layout):
-        raise WireError(
-            "length",
-            f"a {codec} body of {layout.size} numbers has {chosen.size(layout)} bytes, this one {len(body)}",
-            remedy="Both sides must use the same layout and codec.",
-        )
-    # Overflow and signalling NaN are not accidents here: they are what the checks below look for.
-    with np.errstate(over="ignore", invalid="ignore"):
-        vector = chosen.decode(layout, body, limits)
-    _check_values(vector, limits)
-    return vector
-
-
-def _check_values(vector: Vector, limits: Limits) -> None:
-    peak = float(np.abs(vector).max()) if vector.size else 0.0  # NaN if any number is
-    if not math.isfinite(peak):
-        raise WireError("non_finite", "contains NaN or infinite numbers", remedy="The sender diverged; drop it.")
-    if peak > limits.max_abs:
-        raise WireError(
-            "abs",
-            f"contains {peak:.6g}, the limit is {limits.max_abs:.6g}",
-            remedy="Drop it, or raise max_abs if honest clients send this.",
-        )
-    wide = vector.astype(np.float64)  # squares of float32 numbers fit a float64
-    norm = math.sqrt(float(wide @ wide))
-    if norm > limits.max_norm:
-        raise WireError(
-            "norm",
-            f"has norm {norm:.6g}, the limit is {limits.max_norm:.6g}",
-            remedy="Drop it, or raise max_norm if honest clients send this.",
-        )
+Rounding = Callable[[np.ndarray, int, int, bytes, int], np.ndarray]
+"""(t, low, high, key, start) → int16 codes in low … high; `start` is the place of t's first number in the vector."""
 
 
 # Floats: the numbers themselves, little-endian.
@@ -168,7 +47,7 @@ def _float_size(dtype: str, layout: Layout) -> int:
     return layout.size * np.dtype(dtype).itemsize
 
 
-def _encode_float(dtype: str, layout: Layout, vector: Vector) -> bytes:
+def _encode_float(dtype: str, layout: Layout, vector: Vector, key: bytes, memory: Memory | None) -> bytes:
     with np.errstate(over="ignore"):
         written = vector.astype(dtype)
     if not np.isfinite(written).all():
@@ -180,58 +59,32 @@ def _encode_float(dtype: str, layout: Layout, vector: Vector) -> bytes:
     return written.tobytes()
 
 
-def _decode_float(dtype: str, layout: Layout, body: Body, limits: Limits) -> Vector:
+def _decode_float(dtype: str, layout: Layout, body: Body, limits: Limits, key: bytes) -> Vector:
     return np.frombuffer(body, dtype).astype(np.float32)
 
 
-# Codes of 8 or 4 bits. Two 4-bit codes share a byte, the first in its low half.
+# From a multiple of the step, as float64, to a code.
 
 
-def _packed_size(count: int, bits: int) -> int:
-    return (count * bits + 7) // 8
-
-
-def _pack(codes: np.ndarray, bits: int) -> bytes:
-    if bits == 8:
-        return codes.tobytes()
-    low, high = codes[0::2].copy(), codes[1::2]
-    low[: high.size] |= high << 4
-    return low.tobytes()
-
-
-def _unpack(body: Body, bits: int) -> np.ndarray:
-    raw = np.frombuffer(body, np.uint8)
-    if bits == 8:
-        return raw
-    codes = np.empty(2 * raw.size, np.uint8)
-    codes[0::2], codes[1::2] = raw & 15, raw >> 4
+def _nearest(t: np.ndarray, low: int, high: int, key: bytes, start: int) -> np.ndarray:
+    codes: np.ndarray = np.rint(t).astype(np.int16)
     return codes
 
 
-def _read_scale(body: Body, offset: int, limits: Limits, place: str) -> np.float32:
-    scale = np.frombuffer(body, "<f4", 1, offset)[0]
-    if not FLT_MIN <= scale <= limits.max_abs:  # False for NaN
-        raise WireError(
-            "scale",
-            f"the scale of {place} is {scale:.6g}, not a normal number up to {limits.max_abs:.6g}",
-            remedy="The sender does not follow the format; drop it.",
-        )
-    return np.float32(scale)
-
-
-def _pad_error() -> WireError:
-    return WireError(
-        "nibble_pad",
-        "the unused half of a last byte is not 0",
-        remedy="The sender does not follow the format; drop it.",
-    )
+def _stochastic(t: np.ndarray, low: int, high: int, key: bytes, start: int) -> np.ndarray:
+    """Number i of the vector compares its fraction with word i of the stream, so tensors may be rounded one by one."""
+    whole = np.floor(t)
+    drawn = key_stream(key, "rounding").words(t.size, start)
+    codes: np.ndarray = whole.astype(np.int16) + (drawn < (t - whole) * 2.0**32)
+    codes.clip(low, high, out=codes)  # t may lie a rounding outside: the scale is the float32 below the exact one
+    return codes
 
 
 # One scale per tensor, symmetric.
 
 
 def _tensor_size(bits: int, layout: Layout) -> int:
-    return sum(4 + _packed_size(size, bits) for size in layout.sizes)
+    return sum(4 + packed_size(size, bits) for size in layout.sizes)
 
 
 def _symmetric_scale(peak: float, top: int) -> np.float32:
@@ -244,36 +97,41 @@ def _symmetric_scale(peak: float, top: int) -> np.float32:
     return max(scale, np.float32(FLT_MIN))
 
 
-def _encode_tensor(bits: int, layout: Layout, vector: Vector) -> bytes:
+def _code_offset(bits: int) -> int:
+    """What is added to a code when it is written: 8 or 2, and nothing to one of 8 bits, in two's complement."""
+    return 0 if bits == 8 else 2 ** (bits - 1)
+
+
+def _encode_tensor(
+    bits: int, rounded: Rounding, layout: Layout, vector: Vector, key: bytes, memory: Memory | None
+) -> bytes:
     top = 2 ** (bits - 1) - 1
-    offset = 8 if bits == 4 else 0  # a 4-bit code is written as code + 8, an 8-bit one in two's complement
     parts, start = [], 0
     for size in layout.sizes:
         x = vector[start : start + size].astype(np.float64)
         scale = _symmetric_scale(float(np.abs(x).max()) if size else 0.0, top)
-        codes = np.rint(x / float(scale)).astype(np.int8) + np.int8(offset)
-        parts += [scale.astype("<f4").tobytes(), _pack(codes.view(np.uint8), bits)]
+        codes = rounded(x / float(scale), -top, top, key, start) + _code_offset(bits)
+        parts += [scale.astype("<f4").tobytes(), pack(codes.astype(np.uint8), bits)]
         start += size
     return b"".join(parts)
 
 
-def _decode_tensor(bits: int, layout: Layout, body: Body, limits: Limits) -> Vector:
+def _decode_tensor(bits: int, layout: Layout, body: Body, limits: Limits, key: bytes) -> Vector:
     top, per_byte = 2 ** (bits - 1) - 1, 8 // bits
-    written = _unpack(body, bits)  # scales included: only the slices that hold codes are read
+    written = unpack(body, bits)  # scales included: only the slices that hold codes are read
     codes = np.empty(layout.size, np.uint8)
-    scales, pads = [], 0
+    scales, padded = [], False
     start = offset = 0
     for name, size in zip(layout.names, layout.sizes, strict=True):
-        scales.append(_read_scale(body, offset, limits, name))
+        scales.append(read_scale(body, offset, limits, name))
         first = (offset + 4) * per_byte
+        offset += 4 + packed_size(size, bits)
         codes[start : start + size] = written[first : first + size]
-        if size % per_byte:
-            pads |= int(written[first + size])
+        padded |= bool(written[first + size : offset * per_byte].any())
         start += size
-        offset += 4 + _packed_size(size, bits)
-    if pads:
-        raise _pad_error()
-    signed = codes.view(np.int8) - np.int8(8) if bits == 4 else codes.view(np.int8)
+    if padded:
+        raise pad_error()
+    signed = codes.view(np.int8) - np.int8(_code_offset(bits))
     if signed.size and int(signed.min()) < -top:  # the other end cannot be exceeded
         raise WireError(
             "code_range",
@@ -287,7 +145,7 @@ def _decode_tensor(bits: int, layout: Layout, body: Body, limits: Limits) -> Vec
 
 
 def _message_size(bits: int, layout: Layout) -> int:
-    return 8 + _packed_size(layout.size, bits)
+    return 8 + packed_size(layout.size, bits)
 
 
 def _affine_scale(low: np.float32, high: np.float32, top: int) -> np.float32:
@@ -308,16 +166,19 @@ def _affine_scale(low: np.float32, high: np.float32, top: int) -> np.float32:
     return max(scale, np.float32(FLT_MIN))
 
 
-def _encode_message(bits: int, layout: Layout, vector: Vector) -> bytes:
+def _encode_message(
+    bits: int, rounded: Rounding, layout: Layout, vector: Vector, key: bytes, memory: Memory | None
+) -> bytes:
+    top = 2**bits - 1
     low, high = (vector.min(), vector.max()) if vector.size else (np.float32(0.0), np.float32(0.0))
     zero = low + np.float32(0.0)  # −0 becomes 0: which of the two a minimum returns differs between machines
-    scale = _affine_scale(zero, high, 2**bits - 1)
-    codes = np.rint((vector.astype(np.float64) - float(zero)) / float(scale)).astype(np.uint8)
-    return np.array([scale, zero], "<f4").tobytes() + _pack(codes, bits)
+    scale = _affine_scale(zero, high, top)
+    codes = rounded((vector.astype(np.float64) - float(zero)) / float(scale), 0, top, key, 0)
+    return np.array([scale, zero], "<f4").tobytes() + pack(codes.astype(np.uint8), bits)
 
 
-def _decode_message(bits: int, layout: Layout, body: Body, limits: Limits) -> Vector:
-    scale = _read_scale(body, 0, limits, "the message")
+def _decode_message(bits: int, layout: Layout, body: Body, limits: Limits, key: bytes) -> Vector:
+    scale = read_scale(body, 0, limits, "the message")
     zero = np.frombuffer(body, "<f4", 1, 4)[0]
     if not abs(zero) <= limits.max_abs:  # False for NaN
         raise WireError(
@@ -325,9 +186,9 @@ def _decode_message(bits: int, layout: Layout, body: Body, limits: Limits) -> Ve
             f"the zero of the message is {zero:.6g}, the limit is {limits.max_abs:.6g}",
             remedy="The sender does not follow the format; drop it.",
         )
-    written = _unpack(body[8:], bits)
+    written = unpack(body[8:], bits)
     if written[layout.size :].any():
-        raise _pad_error()
+        raise pad_error()
     # Two roundings to float32, product then sum. A fused multiply-add would give other bits.
     return np.float32(zero) + scale * written[: layout.size].astype(np.float32)
 
@@ -338,26 +199,26 @@ def _floats(name: str, number: int, dtype: str) -> Codec:
     )
 
 
-def _per_tensor(name: str, number: int, bits: int) -> Codec:
-    return Codec(
-        name, number, partial(_tensor_size, bits), partial(_encode_tensor, bits), partial(_decode_tensor, bits)
-    )
+def _integers(rounded: Rounding) -> tuple[Codec, ...]:
+    tensor, message = ((2, 8), (3, 4), (6, 2)), ((4, 8), (5, 4), (7, 2))
+    return (
+        *(
+            Codec(
+                f"int{bits}-tensor", number, partial(_tensor_size, bits), partial(_encode_tensor, bits, rounded),
+                partial(_decode_tensor, bits),
+            )
+            for number, bits in tensor
+        ),
+        *(
+            Codec(
+                f"int{bits}-message", number, partial(_message_size, bits), partial(_encode_message, bits, rounded),
+                partial(_decode_message, bits),
+            )
+            for number, bits in message
+        ),
+    )  # fmt: skip
 
 
-def _per_message(name: str, number: int, bits: int) -> Codec:
-    return Codec(
-        name, number, partial(_message_size, bits), partial(_encode_message, bits), partial(_decode_message, bits)
-    )
-
-
-CODECS = {
-    codec.name: codec
-    for codec in (
-        _floats("float32", 0, "<f4"),
-        _floats("float16", 1, "<f2"),
-        _per_tensor("int8-tensor", 2, 8),
-        _per_tensor("int4-tensor", 3, 4),
-        _per_message("int8-message", 4, 8),
-        _per_message("int4-message", 5, 4),
-    )
-}
+PLAIN = (_floats("float32", 0, "<f4"), _floats("float16", 1, "<f2"), *_integers(_nearest))
+STOCHASTIC = {codec.name: codec for codec in _integers(_stochastic)}
+"""The integer codecs with another encoder: the bytes mean the same."""

@@ -77,6 +77,12 @@ class MemoryConfig:
     """Which layers carry a memory: all, upper:F (the last F of them), 17-23 (both included), or 3,7,11; from 0."""
     gate: Literal["head", "channel", "none"] = "head"
     """How finely attention and memory are mixed: a gate per head, per channel, or none."""
+    mix: Literal["blend", "add"] = "blend"
+    """blend: (1 − α) of attention and α of the memory, α = tanh of the gate; add: all of attention, and the gate times
+    the memory, so that nothing is taken away where the memory has nothing to say."""
+    address: str = "own"
+    """own: each layer's own queries and keys. Or LAYER.HEAD, such as 18.2: a key head that makes the addresses of all
+    memories, out of the tokens before."""
     update: Literal["delta", "additive"] = "delta"
     """delta: a new value replaces what its key held; additive: it is added to it."""
     forget: bool = False
@@ -102,6 +108,11 @@ class MemoryConfig:
         is_count("adapter.rank", self.rank, 1)
         are_layers("adapter.layers", self.layers)
         is_one_of("adapter.gate", self.gate, ("head", "channel", "none"))
+        is_one_of("adapter.mix", self.mix, ("blend", "add"))
+        if self.address != "own" and not re.fullmatch(r"\d{1,9}\.\d{1,9}", self.address, re.ASCII):
+            raise ConfigError(
+                f"{self.address[:60]!r} is not allowed", where="adapter.address", remedy="Give own, or LAYER.HEAD."
+            )
         is_one_of("adapter.update", self.update, ("delta", "additive"))
         is_count("adapter.window", self.window, 0)
         is_count("adapter.sinks", self.sinks, 0)
@@ -118,20 +129,24 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA: a low-rank change of some projections of a frozen language model."""
+    """LoRA: a low-rank change of some Linear and Conv2d modules of a frozen model."""
 
     kind: Literal["lora"] = "lora"
     seed: int | None = None
-    """Seed of the first factors; none: the run's seed (0 outside a run)."""
+    """Seed of the first factors (and of the maps of `dim`); none: the run's seed (0 outside a run)."""
     rank: int = 8
     alpha: float = 16.0
     """The change is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
-    """Names of the projections that are changed."""
+    """Patterns (as of a shell) of module names or of their ends: q_proj, or *conv* in an image network."""
     layers: str = "all"
     """Which layers: all, upper:F (the last F of them), 17-23 (both included), or 3,7,11; from 0."""
+    ffa: bool = False
+    """FFA-LoRA: the first factor A stays as the seed made it; B alone is trained and sent, and averages exactly."""
+    dim: int = 0
+    """0: the factors themselves are trained; otherwise so many latents for each trained factor, as in FLITE."""
     window: int = 0
-    """Tokens that attention sees; 0: all of them."""
+    """Tokens that a language model's attention sees; 0: all of them."""
     sinks: int = 4
     """First tokens that stay in sight when there is a window."""
 
@@ -142,11 +157,39 @@ class LoraConfig:
         at_least("adapter.alpha", self.alpha, 0, strict=True)
         are_patterns("adapter.targets", self.targets)
         are_layers("adapter.layers", self.layers)
+        is_count("adapter.dim", self.dim, 0)
         is_count("adapter.window", self.window, 0)
         is_count("adapter.sinks", self.sinks, 0)
 
 
-AdapterConfig = LatentConfig | FullConfig | MemoryConfig | LoraConfig
+@dataclass(frozen=True)
+class MappingConfig:
+    """Mapping Networks: one latent for the whole model; each of its numbers moves every adapted weight."""
+
+    kind: Literal["mapping"] = "mapping"
+    seed: int | None = None
+    """Seed of the frozen map; none: the run's seed (0 outside a run)."""
+    dim: int = 256
+    """Latents in all: the numbers that are trained and sent."""
+    modulation: float = 0.0
+    """How strongly the latent scales the map's own columns, by 1 + modulation · z; above 0 averages are not exact."""
+    squash: bool = False
+    """The change of each weight goes through tanh, so it stays below the tensor's scale; averages are not exact."""
+    targets: tuple[str, ...] = ("*",)
+    """Patterns (as of a shell) of the Conv, Linear and Embedding modules whose weights are adapted."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of modules to leave frozen although a target matches."""
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            is_seed("adapter.seed", self.seed)
+        is_count("adapter.dim", self.dim, 1)
+        at_least("adapter.modulation", self.modulation, 0)
+        are_patterns("adapter.targets", self.targets)
+        are_patterns("adapter.exclude", self.exclude)
+
+
+AdapterConfig = LatentConfig | FullConfig | MemoryConfig | LoraConfig | MappingConfig
 
 
 def are_layers(where: str, layers: str) -> None:

@@ -11,10 +11,24 @@ from pathlib import Path
 from reprlib import repr as short  # of whatever length and depth a file holds
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MemoryConfig, RunConfig
+from nestling.config.schema import (
+    AdapterConfig,
+    FullConfig,
+    LatentConfig,
+    LoraConfig,
+    MappingConfig,
+    MemoryConfig,
+    RunConfig,
+)
 from nestling.core.errors import ConfigError
 
-ADAPTERS: dict[str, type] = {"latent": LatentConfig, "full": FullConfig, "memory": MemoryConfig, "lora": LoraConfig}
+ADAPTERS: dict[str, type] = {
+    "latent": LatentConfig,
+    "full": FullConfig,
+    "memory": MemoryConfig,
+    "lora": LoraConfig,
+    "mapping": MappingConfig,
+}
 _WANTED = {int: "a whole number", float: "a number", str: 'text in quotes, such as "x"', bool: "true or false"}
 
 

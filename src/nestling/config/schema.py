@@ -11,8 +11,11 @@ from nestling.config.adapters import AdapterConfig as AdapterConfig
 from nestling.config.adapters import FullConfig as FullConfig
 from nestling.config.adapters import LatentConfig as LatentConfig
 from nestling.config.adapters import LoraConfig as LoraConfig
+from nestling.config.adapters import MappingConfig as MappingConfig
 from nestling.config.adapters import MemoryConfig as MemoryConfig
 from nestling.config.checks import at_least, is_count, is_one_of, is_seed, is_text
+from nestling.config.codec import CodecConfig as CodecConfig
+from nestling.config.codec import codec_name as codec_name
 from nestling.core.errors import ConfigError
 
 DATA_SETS = ("digits", "fashion", "cifar10", "cifar100")
@@ -115,6 +118,8 @@ class BaseConfig:
     model: Literal["resnet8", "resnet18", "resnet34"] = "resnet8"
     width: int = 16
     """Channels of the first stage; the papers' ResNet-18 has 64."""
+    head: Literal["orthonormal", "random"] = "orthonormal"
+    """Rows of the frozen classifier: orthonormal, as FLITE has it, or random ones of unit length, to compare."""
     weights: str = ""
     """A safetensors file made by an earlier run (its `base.safetensors`) or by you; empty: pre-train."""
     pretrain_on: Literal["digits8", "fashion", "cifar10", "none"] = "digits8"
@@ -128,6 +133,7 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         is_one_of("base.model", self.model, MODELS)
+        is_one_of("base.head", self.head, ("orthonormal", "random"))
         is_one_of("base.pretrain_on", self.pretrain_on, ("digits8", "fashion", "cifar10", "none"))
         is_text("base.weights", self.weights)
         is_count("base.width", self.width, 8, 4096)
@@ -176,6 +182,23 @@ class LocalConfig:
     """Largest norm of the gradient, which is scaled down to it; 0: none."""
     warmup: int = 0
     """Steps at the start of each local training over which the learning rate rises from 0."""
+    keep_optimizer: bool = False
+    """The optimiser's state stays with the client from round to round, as in DiLoCo; false: a fresh one each round."""
+    rule: Literal["plain", "prox", "ssi", "ala"] = "plain"
+    """plain: FedAvg. prox, ssi: held to where the round began. ala: begins between the client's own last state and the
+    server's, and is judged there."""
+    mu: float = 0.01
+    """Of prox: strength of the pull; 0: plain."""
+    ssi_strength: float = 0.1
+    """Of ssi: strength of the pull on numbers that earlier rounds found important; 0: plain."""
+    ssi_lambda: float = 0.5
+    """Of ssi: 1 finds what is important by training freely, less by staying closer to the server's state."""
+    ala_layers: int = 1
+    """Of ala: so many of the last trained tensors are blended, the others are the server's; 0: all are blended."""
+    ala_share: float = 0.8
+    """Of ala: share of a client's batches that the blend is learnt on."""
+    ala_rate: float = 1.0
+    """Of ala: learning rate of the blend; 0: plain."""
 
     def __post_init__(self) -> None:
         is_count("local.epochs", self.epochs, 1)
@@ -188,13 +211,25 @@ class LocalConfig:
         at_least("local.gate_lr", self.gate_lr, 0)
         at_least("local.clip", self.clip, 0)
         is_count("local.warmup", self.warmup, 0)
+        is_one_of("local.rule", self.rule, ("plain", "prox", "ssi", "ala"))
+        at_least("local.mu", self.mu, 0)
+        at_least("local.ssi_strength", self.ssi_strength, 0)
+        at_least("local.ssi_lambda", self.ssi_lambda, 0, strict=True)
+        is_count("local.ala_layers", self.ala_layers, 0)
+        at_least("local.ala_share", self.ala_share, 0, strict=True)
+        at_least("local.ala_rate", self.ala_rate, 0)
         if self.momentum >= 1:
             raise ConfigError(f"{self.momentum} is not allowed", where="local.momentum", remedy="Give less than 1.")
+        for name in ("ssi_lambda", "ala_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{getattr(self, name)} is not allowed", where=f"local.{name}", remedy="Give at most 1."
+                )
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Who takes part in a round, and how replies are weighed."""
+    """Who takes part in a round, how replies are weighed, and how their mean becomes the next state."""
 
     clients_per_round: int = 0
     """How many clients a round asks, drawn by the seed; 0: all of them."""
@@ -205,6 +240,19 @@ class ServerConfig:
     """After this many abandoned rounds in a row the run stops (exit code 7)."""
     max_abs: float = 1e4
     """A reply with a larger number than this is rejected."""
+    rule: Literal["mean", "nesterov", "adam", "yogi"] = "mean"
+    """The next state. mean: the mean of the replies. The others are an optimiser's step towards it: nesterov (DiLoCo),
+    adam and yogi (FedOpt)."""
+    lr: float = 0.0
+    """Of nesterov, adam and yogi; 0: the rule's own, 0.7 for nesterov, 0.01 for adam and yogi. mean has none."""
+    momentum: float = 0.9
+    """Of nesterov."""
+    beta1: float = 0.9
+    """Of adam and yogi: how much of the mean change is kept from round to round."""
+    beta2: float = 0.99
+    """Of adam and yogi: how much of the mean squared change is kept."""
+    tau: float = 1e-3
+    """Of adam and yogi: changes well below it are not scaled up."""
 
     def __post_init__(self) -> None:
         is_count("server.clients_per_round", self.clients_per_round, 0)
@@ -212,45 +260,24 @@ class ServerConfig:
         is_count("server.min_replies", self.min_replies, 1)
         is_count("server.patience", self.patience, 1)
         at_least("server.max_abs", self.max_abs, 1)
-
-
-@dataclass(frozen=True)
-class CodecConfig:
-    """How the trained vector becomes bytes."""
-
-    bits: Literal[32, 16, 8, 4] = 32
-    """Bits of a number sent by a client."""
-    down_bits: Literal[32, 16, 8, 4] = 32
-    """Bits of a number sent by the server."""
-    scale: Literal["message", "tensor"] = "message"
-    """For 8 and 4 bits: one scale and zero for the whole message (as in the paper), or one scale per tensor."""
-    send: Literal["state", "delta"] = "delta"
-    """A client sends what it trained (state), or its difference from what it received (delta)."""
-
-    def __post_init__(self) -> None:
-        is_one_of("codec.bits", self.bits, (32, 16, 8, 4))
-        is_one_of("codec.down_bits", self.down_bits, (32, 16, 8, 4))
-        is_one_of("codec.scale", self.scale, ("message", "tensor"))
-        is_one_of("codec.send", self.send, ("state", "delta"))
+        is_one_of("server.rule", self.rule, ("mean", "nesterov", "adam", "yogi"))
+        at_least("server.lr", self.lr, 0)
+        at_least("server.tau", self.tau, 0, strict=True)
+        for name in ("momentum", "beta1", "beta2"):
+            at_least(f"server.{name}", getattr(self, name), 0)
+            if getattr(self, name) >= 1:
+                raise ConfigError(
+                    f"{getattr(self, name)} is not allowed", where=f"server.{name}", remedy="Give less than 1."
+                )
 
     @property
-    def up(self) -> str:
-        """Name of the codec of a client's message."""
-        return codec_name(self.bits, self.scale)
+    def rate(self) -> float:
+        """`lr`, or what the rule takes where that is 0.
 
-    @property
-    def down(self) -> str:
-        """Name of the codec of the server's message."""
-        return codec_name(self.down_bits, self.scale)
-
-
-def codec_name(bits: int, scale: str) -> str:
-    """The codec that `codec/quantise.py` knows under these two settings.
-
-    >>> codec_name(4, "message"), codec_name(16, "message")
-    ('int4-message', 'float16')
-    """
-    return f"float{bits}" if bits >= 16 else f"int{bits}-{scale}"
+        >>> ServerConfig(rule="adam").rate, ServerConfig(rule="adam", lr=0.1).rate
+        (0.01, 0.1)
+        """
+        return self.lr or (0.7 if self.rule == "nesterov" else 0.01)
 
 
 @dataclass(frozen=True)
@@ -281,7 +308,7 @@ class RunConfig:
     rounds: int = 10
     task: TaskConfig | NeedleConfig = field(default_factory=TaskConfig)
     base: BaseConfig | LanguageConfig = field(default_factory=BaseConfig)
-    adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig = field(default_factory=LatentConfig)
+    adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig | MappingConfig = field(default_factory=LatentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
@@ -321,19 +348,40 @@ class RunConfig:
                 where="base.kind",
                 remedy=f'Write kind = "{wanted}" under [base].',
             )
-        fitting = (MemoryConfig, LoraConfig, FullConfig) if needle else (LatentConfig, FullConfig)
+        for_images = (LatentConfig, FullConfig, LoraConfig, MappingConfig)
+        fitting = (MemoryConfig, LoraConfig, FullConfig) if needle else for_images
         if not isinstance(self.adapter, fitting):
             raise ConfigError(
                 f"{self.adapter.kind!r} does not go with a task of kind {self.task.kind!r}",
                 where="adapter.kind",
                 remedy=f"Give {', '.join(c.kind for c in fitting)} under [adapter].",
             )
+        if isinstance(self.adapter, LoraConfig) and not needle:
+            for setting in ("window", "sinks"):
+                if getattr(self.adapter, setting) != getattr(LoraConfig, setting):
+                    raise ConfigError(
+                        "is of a language model's attention, which images have none of",
+                        where=f"adapter.{setting}",
+                        remedy=f"Leave it at {getattr(LoraConfig, setting)}.",
+                    )
 
     @property
     def method(self) -> str:
-        """The field's name for this combination of adapter and rules."""
-        if isinstance(self.adapter, MemoryConfig):
-            return "fednl-latent" if self.adapter.dim else "fednl"
-        if isinstance(self.adapter, LoraConfig):
-            return "fedavg-lora"
-        return "flite" if isinstance(self.adapter, LatentConfig) else "fedavg"
+        """The field's name for this combination of adapter and rules, joined by "+" where it has no name of its own.
+
+        >>> RunConfig(server=ServerConfig(rule="nesterov")).method
+        'flite+diloco'
+        """
+        rules = [_RULES[rule] for rule in (self.local.rule, self.server.rule) if rule in _RULES]
+        adapter = self.adapter
+        latent = "-latent" if isinstance(adapter, MemoryConfig | LoraConfig) and adapter.dim else ""
+        if isinstance(adapter, LoraConfig) and not adapter.ffa:
+            return f"{'+'.join(rules) or 'fedavg'}-lora{latent}"
+        if isinstance(adapter, FullConfig):
+            return "+".join(rules) or "fedavg"
+        return "+".join([_ADAPTERS[adapter.kind] + latent, *rules])
+
+
+_RULES = {"prox": "fedprox", "ssi": "fedssi", "ala": "fedala", "nesterov": "diloco", "adam": "fedadam"}
+_RULES |= {"yogi": "fedyogi"}
+_ADAPTERS = {"latent": "flite", "memory": "fednl", "lora": "ffa-lora", "mapping": "mapping"}

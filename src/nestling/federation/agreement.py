@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nestling.codec.form import Limits
 from nestling.codec.message import context_id
-from nestling.codec.quantise import Limits
 from nestling.config.schema import CodecConfig
 from nestling.core.vectors import Layout
 
@@ -15,7 +15,10 @@ EVERYONE = 2**64 - 1
 
 @dataclass(frozen=True)
 class Agreement:
-    """Layout, codecs and limits, and a `spec` of all else: base hash, adapter, run."""
+    """Layout, codecs and limits, and a `spec` of all else: base hash, adapter, run.
+
+    A codec's name holds its parameter, so two sides that disagree on a share or a rank have different contexts.
+    """
 
     layout: Layout
     codec: CodecConfig

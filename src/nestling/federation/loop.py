@@ -17,7 +17,10 @@ from nestling.federation.server import Reply, Server
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round. `used` is False if it was abandoned and the state stayed as it was."""
+    """What happened in one round. `used` is False if it was abandoned and the state stayed as it was.
+
+    `state` is what was judged: the server's state as clients would receive it next (`Server.received`).
+    """
 
     number: int
     broadcast: bytes = field(repr=False)
@@ -25,6 +28,7 @@ class Round:
     accepted: list[Reply] = field(repr=False)
     refused: dict[int, Failure]
     used: bool
+    state: Vector = field(repr=False)
     accuracy: float
 
     @property
@@ -68,7 +72,8 @@ def run_rounds(
         replies = {client: answers.get(client, silent) for client in asked}
         accepted, refused = server.judge(number, replies)
         used = server.update(accepted)
-        yield Round(number, message, replies, accepted, refused, used, evaluate(server.state))
+        state = server.received
+        yield Round(number, message, replies, accepted, refused, used, state, evaluate(state))
 
         abandoned = 0 if used else abandoned + 1
         if abandoned >= patience:

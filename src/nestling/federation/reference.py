@@ -1,6 +1,7 @@
 """The rows to compare with: what each client reaches alone, and what one site with everybody's data would.
 
-Both train the same adapter with the same local rule for as many epochs as the federation, from the same base.
+Both train the same adapter with the same optimiser for as many epochs as the federation, from the same base; plainly,
+for a local rule is about what the server sends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

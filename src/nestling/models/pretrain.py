@@ -51,7 +51,7 @@ def make_base(
 
     Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
     """
-    model = make_resnet(config.model, width=config.width, channels=channels, classes=classes, seed=config.seed)
+    model = _make(config, channels=channels, classes=classes)
     if config.weights:
         load_base(model, Path(config.weights))
         return model
@@ -68,9 +68,7 @@ def make_base(
     x, y = data()
     if int(y.max()) + 1 > classes:
         # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
-        other = make_resnet(
-            config.model, width=config.width, channels=channels, classes=int(y.max()) + 1, seed=config.seed
-        )
+        other = _make(config, channels=channels, classes=int(y.max()) + 1)
         pretrain(other, x, y, config, note=note)
         head = model.head.weight.detach().clone()
         model.load_state_dict({**other.state_dict(), "head.weight": head})
@@ -81,6 +79,12 @@ def make_base(
     except NestlingError as error:  # the cache is a convenience: the run goes on with what it has
         warnings.warn(f"the base is not kept for the next run: {error}", stacklevel=2)
     return model
+
+
+def _make(config: BaseConfig, *, channels: int, classes: int) -> ResNet:
+    return make_resnet(
+        config.model, width=config.width, channels=channels, classes=classes, seed=config.seed, head=config.head
+    )
 
 
 def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, *, note: Note = _silence) -> float:

@@ -79,8 +79,8 @@ class ResNet(nn.Module):
         return LOGIT_SCALE * self.head(F.normalize(x.mean((2, 3)), dim=-1))
 
 
-def make_resnet(name: str, *, width: int, channels: int, classes: int, seed: int) -> ResNet:
-    """A randomly initialised network of the given name with its frozen orthonormal classifier.
+def make_resnet(name: str, *, width: int, channels: int, classes: int, seed: int, head: str = "orthonormal") -> ResNet:
+    """A randomly initialised network of the given name with its frozen classifier.
 
     Args:
         name: resnet8, resnet18 or resnet34.
@@ -88,6 +88,7 @@ def make_resnet(name: str, *, width: int, channels: int, classes: int, seed: int
         channels: of the images: 1 or 3.
         classes: rows of the classifier; at most the number of features.
         seed: decides the classifier and the initial weights.
+        head: orthonormal rows, or random ones of unit length.
 
     >>> sum(p.numel() for n, p in make_resnet("resnet8", width=16, channels=1, classes=10, seed=0).named_parameters()
     ...     if "conv" in n)
@@ -100,8 +101,9 @@ def make_resnet(name: str, *, width: int, channels: int, classes: int, seed: int
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed every GPU's generator
         model = ResNet(blocks=BLOCKS[name], width=width, channels=channels, classes=classes)
     if model.head.weight.device.type != "meta":
+        rows = orthonormal_rows if head == "orthonormal" else random_rows
         with torch.no_grad():
-            model.head.weight.copy_(torch.from_numpy(orthonormal_rows(seed, classes, model.head.in_features)))
+            model.head.weight.copy_(torch.from_numpy(rows(seed, classes, model.head.in_features)))
     model.head.weight.requires_grad_(False)
     return model
 
@@ -118,3 +120,9 @@ def orthonormal_rows(seed: int, rows: int, columns: int) -> np.ndarray:
     signs = Stream(seed, "head", "orthonormal").signs(rows * columns).astype(np.float64).reshape(rows, columns)
     q, r = np.linalg.qr(signs.T)
     return np.ascontiguousarray((q * np.where(np.diag(r) < 0, -1.0, 1.0)).T.astype(np.float32))
+
+
+def random_rows(seed: int, rows: int, columns: int) -> np.ndarray:
+    """float32[rows, columns], random signs of size 1/√columns: rows of unit length, orthogonal only on average."""
+    signs = Stream(seed, "head", "random").signs(rows * columns).reshape(rows, columns)
+    return (signs / np.sqrt(columns)).astype(np.float32)

@@ -64,6 +64,8 @@ class StreamLayer(Private, CacheLayerMixin):
         self.values: Tensor | None = None
         self.first: tuple[Tensor, Tensor] | None = None
         self.memory: Tensor | None = None
+        self.before: Tensor | None = None
+        """Of the last few tokens, what the next ones' addresses are made of."""
         self.count: Tensor | None = None
         self.columns = 0
         """Tokens read, padding included, as transformers counts them."""
@@ -114,7 +116,7 @@ class StreamLayer(Private, CacheLayerMixin):
         """What the layer holds, by name."""
         first = self.first or (None, None)
         named = {"keys": self.keys, "values": self.values, "first_keys": first[0], "first_values": first[1]}
-        named |= {"memory": self.memory, "count": self.count}
+        named |= {"memory": self.memory, "before": self.before, "count": self.count}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -136,13 +138,14 @@ class StreamLayer(Private, CacheLayerMixin):
         with torch.inference_mode():  # whether they were read with gradients, without, or in this mode
             for tensor in self.tensors().values():
                 tensor.zero_()
-        self.keys = self.values = self.first = self.memory = self.count = None
+        self.keys = self.values = self.first = self.memory = self.before = self.count = None
         self.columns = 0
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         pick = lambda x: None if x is None else x.index_select(0, rows.to(x.device))  # noqa: E731
-        self.keys, self.values, self.memory, self.count = map(pick, (self.keys, self.values, self.memory, self.count))
+        self.keys, self.values, self.count = map(pick, (self.keys, self.values, self.count))
+        self.memory, self.before = pick(self.memory), pick(self.before)
         if self.first is not None:
             self.first = pick(self.first[0]), pick(self.first[1])
 

@@ -86,5 +86,6 @@ def _short(value: object) -> str:
 
 
 def _repeated(results: Sequence[Result]) -> list[str]:
-    runs = Counter((*settings_of(result), f"seed {result.seed}") for result in results)
-    return [", ".join(run) for run, times in runs.items() if times > 1]
+    runs = Counter((settings_of(result), result.seed) for result in results)
+    # The last of the settings is their digest, which says nothing to a reader.
+    return [", ".join([*settings[:-1], f"seed {seed}"]) for (settings, seed), times in runs.items() if times > 1]

@@ -115,7 +115,8 @@ def _has_spread(accuracies: Sequence[float]) -> bool:
 def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
     """Results of the same method and settings over seeds, under a label that names no more than is needed.
 
-    If one group has a seed twice (a run done again) the later one counts.
+    If one group has a seed twice (a run done again) the later one counts. Groups that differ only in what has no word
+    here are told apart by their runs' names or, where these do not differ, by the first signs of `Result.settings`.
     """
     groups: dict[tuple[str, ...], dict[int, Result]] = {}
     for result in results:
@@ -125,18 +126,33 @@ def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
     # An adapter goes without saying if each method has its own.
     if 2 in differing and len({key[0] for key in groups}) == len({(key[0], key[2]) for key in groups}):
         differing.remove(2)
-    return {
-        ", ".join([*key[:2], *(key[column] for column in differing)]): list(seeds.values())
-        for key, seeds in groups.items()
-    }
+    labels = {key: ", ".join([*key[:2], *(key[column] for column in differing)]) for key in groups}
+    for label in dict.fromkeys(labels.values()):
+        keys = [key for key in groups if labels[key] == label]
+        if len(keys) > 1:
+            ends = _told_apart([(key[-1], [result.name for result in groups[key].values()]) for key in keys])
+            labels |= {key: f"{label}, {end}" if end else label for key, end in zip(keys, ends, strict=True)}
+    return {labels[key]: list(seeds.values()) for key, seeds in groups.items()}
+
+
+def _told_apart(groups: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """A short text for each of the groups, given as (digest of settings, names of the runs)."""
+    names = [{printable(name) for name in names} for _, names in groups]
+    if all(len(own) == 1 for own in names) and len(set.union(*names)) == len(names):
+        return [own.pop() for own in names]
+    digests = [digest for digest, _ in groups]
+    most = max(map(len, digests))
+    length = next((n for n in range(4, most) if len({digest[:n] for digest in digests}) == len(digests)), most)
+    return [digest[:length] for digest in digests]
 
 
 def settings_of(result: Result) -> tuple[str, ...]:
-    """What two runs must share to be seeds of one row: method, codec, adapter, task, rounds, clients, alpha."""
+    """What two runs must share to be seeds of one row: method, codec, adapter, task, rounds, clients, alpha, and the
+    digest of all settings together."""
     alpha = "iid" if result.alpha is None else f"α = {result.alpha:g}"
     rounds, clients = f"{result.rounds:,} rounds", f"{result.clients:,} clients"
     names = (result.method, result.codec, result.adapter, result.task)
-    return (*(printable(name) for name in names), rounds, clients, alpha)
+    return (*(printable(name) for name in names), rounds, clients, alpha, printable(result.settings))
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:

@@ -34,6 +34,8 @@ _SMALL, _METRICS = 1 << 16, 1 << 24  # the most bytes that are read of a small f
 _RESULT = 1 << 24  # and of result.json, which may hold every item of every row
 _SHOWN_REFUSED = 20
 _OF_NEEDLES = ("recalls", "gains")
+_PERSONAL = ("accuracy_personal", "accuracy_personal_global")
+_LEFT_OUT = (*_OF_NEEDLES, *_PERSONAL, "settings")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
     "choices": str,
@@ -56,7 +58,12 @@ class Result:
     The three reference accuracies and `seconds_references` are None if references were skipped; `payload_bytes_*` are
     of one client's message in one round, `bytes_*` of all messages of the run, headers included; chance is 1 / classes.
     `model_parameters` counts all weights of the model, so that a table can say how much less is sent; None if unknown.
-    `evaluated_on` is "test", or "validation" while settings are being chosen.
+    `evaluated_on` is "test", or "validation" while settings are being chosen. `settings` is a short digest of all
+    settings but seed, name and machine, by which a table knows the seeds of one row; empty where a run wrote none.
+
+    Where clients end with models of their own (FedALA on images), `accuracy_personal` is theirs, each judged by the
+    client's own shares of classes, and `accuracy_personal_global` the last state's under the same weights
+    (`federation/personal.py`).
 
     A needle run also has `recalls`: for each row (`federation/recalls.py`) one object a client, with its counts, mean
     loss of an answer token, exact answers by depth, and a 0 or 1 an item in `hits` (exact) and `choices` (of four); and
@@ -94,11 +101,14 @@ class Result:
     rejected: Mapping[str, int] = field(default_factory=dict)
     recalls: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     gains: Mapping[str, list[float]] = field(default_factory=dict)
+    accuracy_personal: float | None = None
+    accuracy_personal_global: float | None = None
+    settings: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
         values = {"schema": SCHEMA, **_plain(asdict(self))}
-        return {key: value for key, value in values.items() if value or key not in _OF_NEEDLES}
+        return {key: value for key, value in values.items() if value not in (None, {}, "") or key not in _LEFT_OUT}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "result.json") -> "Result":
@@ -106,7 +116,8 @@ class Result:
         if values.get("schema") != SCHEMA:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
-        given = {key: {} for key in _OF_NEEDLES} | {key: value for key, value in values.items() if key != "schema"}
+        given: dict[str, Any] = {key: {} for key in _OF_NEEDLES} | dict.fromkeys(_PERSONAL) | {"settings": ""}
+        given |= {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
         if given.keys() != expected.keys():
             missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())

@@ -65,12 +65,26 @@ class ImageTask:
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Score:
         """Accuracy on the held-out items."""
+        return Score(int(self.right_by_class(model).sum()), len(self._held_out))
+
+    @torch.no_grad()
+    def right_by_class(self, model: nn.Module) -> np.ndarray:
+        """How many held-out items of each class are answered right, int64[classes]."""
         model.eval()
-        right = 0
+        right = np.zeros(self.classes, np.int64)
         for start in range(0, len(self._held_out), 256):
             x, y = self._to_device(self._held_out.take(np.arange(start, min(start + 256, len(self._held_out)))))
-            right += int((model(x).argmax(1) == y).sum())
-        return Score(right, len(self._held_out))
+            right += np.bincount(y[model(x).argmax(1) == y].cpu().numpy(), minlength=self.classes)
+        return right
+
+    @property
+    def held_out_by_class(self) -> np.ndarray:
+        """How many held-out items there are of each class, int64[classes]."""
+        return np.bincount(self._held_out.y, minlength=self.classes)
+
+    def class_counts(self, client: int) -> np.ndarray:
+        """How many training items of each class a client holds, int64[classes]."""
+        return np.bincount(self._train.y[self._shares[client]], minlength=self.classes)
 
     def __len__(self) -> int:
         """Number of all training items."""
