@@ -25,7 +25,8 @@ from matplotlib.figure import Figure
 import nestling
 from nestling.config.schema import RunConfig
 from nestling.core.errors import RunError
-from nestling.report.tables import Row, interval, to_markdown
+from nestling.report.intervals import interval
+from nestling.report.tables import Row, to_markdown
 from nestling.runs.recorder import Result
 
 HERE = Path(__file__).parent

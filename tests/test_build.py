@@ -136,6 +136,14 @@ def test_a_plan_refuses_patterns_that_match_nothing() -> None:
         assert "conv" in caught.value.remedy
 
 
+def test_a_plan_refuses_factors_where_there_is_no_matrix() -> None:
+    with pytest.raises(ConfigError, match="no matrix") as caught:
+        plan(parse_config('codec.kind = "powersgd"'))
+    assert caught.value.where == "codec.kind"
+    weights = parse_config('adapter = {kind = "full"}\ncodec.kind = "powersgd"')
+    assert plan(weights).payload_bytes_up < plan(weights).payload_bytes_down
+
+
 def test_a_plan_refuses_a_classifier_that_could_not_be_made() -> None:
     narrow = parse_config('task.data = "cifar100"\nbase = {model = "resnet8", width = 8, pretrain_on = "none"}')
     with pytest.raises(ConfigError) as caught:

@@ -134,7 +134,7 @@ def test_workers_share_the_frozen_model(adapter, tmp_path: Path) -> None:
         if isinstance(worker.adapter, FullAdapter):
             assert len(own) == len(frozen)
         elif isinstance(adapter, LoraConfig) and (adapter.ffa or adapter.dim):  # factors that are made, not trained
-            assert len(own) <= 2 * len(worker.adapter.weights())
+            assert len(own) == 2 * len(worker.adapter.weights())
         else:
             assert len(own) <= len(worker.adapter.trainable())
 

@@ -182,6 +182,12 @@ def check_device(device: str) -> None:
 def _payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
     """Bytes of a message's body up and down; `ConfigError` if one would not fit a message."""
     up, down = body_size(config.codec.up, layout), body_size(config.codec.down, layout)
+    if config.codec.kind == "powersgd" and up == 4 * layout.size:
+        raise ConfigError(
+            f"of rank {config.codec.rank} finds no matrix with fewer numbers in its factors: all would go as float32",
+            where="codec.kind",
+            remedy="Latents are rows of numbers: give plain or rotated. For weights, lower codec.rank.",
+        )
     if max(up, down) + HEADER_SIZE > LARGEST:
         raise ConfigError(
             f"{layout.size:,} numbers do not fit a message of at most {LARGEST:,} bytes",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small import tiny_llama
 from torch import Tensor, nn
@@ -306,7 +306,6 @@ def test_detach_restores_the_model_bit_for_bit(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=25)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4), data=st.data())
 def test_averages_are_exact_where_it_says_so(name: str, seeds: list[int], data: st.DataObject) -> None:
     if name not in ATTACHED:

@@ -46,16 +46,24 @@ class LatentAdapter:
         norms = find_norms(model, mapped) if config.train_norms else []
         self._targets = mapped + norms
         refuse_second_adapter(model)
-        self.base_hash = base_hash or hash_of(model)
         self.layout = latent_layout(mapped, norms, config)
         self._maps = [_map_of(t, size, self.config) for t, size in zip(mapped, self.layout.sizes, strict=False)]
+        self._put_on(model, base_hash)
+        self.averages_exactly = self._is_never_rounded
+
+    def _put_on(self, model: nn.Module, base_hash: str | None) -> None:
+        """Freeze the model, and let it read weights made of latents that begin at 0; targets and layout are known."""
+        self.base_hash = base_hash or hash_of(model)
         self.z = nn.Parameter(torch.zeros(self.layout.size, device=self._targets[0].base.device))
         self._made: dict[int, _Made] = {}
         self._depth, self._shown_version, self._shown_with_graph = 0, 0, False
         self.frozen = Frozen(model)
-        # In half precision the adapted weights are rounded after the map, and a mean of rounded ones is another number.
-        self.averages_exactly = all(t.base.dtype in (torch.float32, torch.float64) for t in self._targets)
         self._handles = [handle for module in model.modules() for handle in self._hook(module)]
+
+    @property
+    def _is_never_rounded(self) -> bool:
+        """False in half precision: adapted weights are rounded after the map, and a mean of such is another number."""
+        return all(target.base.dtype in (torch.float32, torch.float64) for target in self._targets)
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.adapters.frozen import Frozen, refuse_second_adapter
-from nestling.adapters.latent import LatentAdapter, _Made, _padding_kept, root_mean_square
+from nestling.adapters.frozen import refuse_second_adapter
+from nestling.adapters.latent import LatentAdapter, _padding_kept, root_mean_square
 from nestling.adapters.targets import Target, find_weights
 from nestling.config.schema import MappingConfig
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import SCHEME
 from nestling.core.vectors import Layout
 from nestling.kernels.signs.dispatch import SignMap, digest, make_map, sign_map_one
-from nestling.models.backbones import base_hash as hash_of
 
 
 class MappingAdapter(LatentAdapter):
@@ -50,16 +49,9 @@ class MappingAdapter(LatentAdapter):
         self._targets = find_weights(model, config.targets, config.exclude)
         refuse_second_adapter(model)
         self.layout = mapping_layout(self._targets, config)
-        self.base_hash = base_hash or hash_of(model)
         self._maps = [_map_of(target, self.config) for target in self._targets]
-        self.z = nn.Parameter(torch.zeros(config.dim, device=self._targets[0].base.device))
-        self._made: dict[int, _Made] = {}
-        self._depth, self._shown_version, self._shown_with_graph = 0, 0, False
-        self.frozen = Frozen(model)
-        # In half precision the adapted weights are rounded after the map, and a mean of rounded ones is another number.
-        wide = all(t.base.dtype in (torch.float32, torch.float64) for t in self._targets)
-        self.averages_exactly = wide and not config.squash and config.modulation == 0
-        self._handles = [handle for module in model.modules() for handle in self._hook(module)]
+        self._put_on(model, base_hash)
+        self.averages_exactly = self._is_never_rounded and not config.squash and config.modulation == 0
 
     @property
     def spec(self) -> dict[str, Any]:

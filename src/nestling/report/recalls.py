@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from nestling.report.tables import escaped, human_bytes, wilson
+from nestling.report.intervals import wilson
+from nestling.report.tables import escaped, human_bytes
 from nestling.runs.files import printable
 from nestling.runs.recorder import Result
 

@@ -1,31 +1,22 @@
 """One table from many runs: methods between their reference rows, each accuracy with its interval, each cost in bytes.
 
-Two or more seeds give mean ± t(0.975, n−1) · s / √n. A single run (or runs that agree exactly, whose spread says
-nothing) gives Wilson's 95 % interval over the m test items, with p the accuracy and z = 1.96:
-
-    (p + z²/2m ± z √(p(1−p)/m + z²/4m²)) / (1 + z²/m)
-
-Wilson (1927); Student (1908). The last round is shown, never the best one on test.
+Intervals are those of `intervals.py`. The last round is shown, never the best one on test.
 """
 
 import csv
 import io
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from nestling.report.intervals import has_spread, interval
 from nestling.runs.files import printable
 from nestling.runs.recorder import Result
-
-Z = 1.959963984540054
-# Student's 0.975 quantile for 1 … 10 degrees of freedom; above, the expansion around Z is good to four digits.
-_T = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
 
 _REFERENCES: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
     ("frozen base", lambda result: result.accuracy_base),
@@ -60,56 +51,6 @@ class Row:
     def is_reference(self) -> bool:
         """Whether nothing travelled for this row."""
         return self.wire_bytes is None
-
-
-def t_quantile(freedom: int) -> float:
-    """Student's 0.975 quantile, to four digits.
-
-    >>> t_quantile(2), round(t_quantile(30), 4)
-    (4.30265, 2.0423)
-    """
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z, n = Z, freedom  # Abramowitz and Stegun 26.7.5
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
-
-
-def wilson(accuracy: float, items: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `items` tested items.
-
-    >>> low, high = wilson(0.5, 10)
-    >>> round(low, 4), round(high, 4)
-    (0.2366, 0.7634)
-    """
-    centre = accuracy + Z**2 / (2 * items)
-    spread = Z * math.sqrt(accuracy * (1 - accuracy) / items + Z**2 / (4 * items**2))
-    scale = 1 + Z**2 / items
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def interval(accuracies: Sequence[float], items: int) -> tuple[float, float] | None:
-    """The 95 % interval of one row, by the rule of this module; None without a value.
-
-    >>> low, high = interval([0.90, 0.92, 0.94], 100)
-    >>> round(low, 4), round(high, 4)
-    (0.8703, 0.9697)
-    """
-    if not accuracies:
-        return None
-    if not _has_spread(accuracies):
-        return wilson(accuracies[0], items) if items else None
-    half = t_quantile(len(accuracies) - 1) * stdev(accuracies) / math.sqrt(len(accuracies))
-    return fmean(accuracies) - half, fmean(accuracies) + half
-
-
-def _has_spread(accuracies: Sequence[float]) -> bool:
-    return len(set(accuracies)) > 1
 
 
 def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -228,8 +169,8 @@ def caption_of(results: Sequence[Result]) -> str:
     )
     items_of = {"test": "test", "validation": "validation"}
     kinds = sorted({items_of.get(result.evaluated_on, "other") for result in results})
-    spread = any(_has_spread(row.accuracies) for row in rows)
-    single = any(row.accuracies and not _has_spread(row.accuracies) for row in rows)
+    spread = any(has_spread(row.accuracies) for row in rows)
+    single = any(row.accuracies and not has_spread(row.accuracies) for row in rows)
     intervals = [
         "± is the 95 % t-interval over seeds" if spread else "",
         "brackets are the Wilson 95 % interval over the items of a single run (or of equal runs)" if single else "",
@@ -322,7 +263,7 @@ def accuracy_text(row: Row) -> str:
     if row.interval is None:
         return mean
     low, high = (100 * bound for bound in row.interval)
-    return f"{mean} ± {(high - low) / 2:.1f}" if _has_spread(row.accuracies) else f"{mean} [{low:.1f}, {high:.1f}]"
+    return f"{mean} ± {(high - low) / 2:.1f}" if has_spread(row.accuracies) else f"{mean} [{low:.1f}, {high:.1f}]"
 
 
 def to_rich(rows: Sequence[Row], caption: str = "") -> Table:
