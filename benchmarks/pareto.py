@@ -188,6 +188,8 @@ def draw(rows: list[Row], references: list[Row]) -> None:
         figure = Figure(figsize=(10, 6.4), layout="constrained")
         axes = FigureCanvasAgg(figure).figure.add_subplot()
         axes.set(xscale="log", xlabel="bytes that a client sends in one round", ylabel="accuracy on test items, %")
+        sizes = [row.payload_up or 1 for row in rows]
+        axes.set_xlim(min(sizes) / 2, max(sizes) * 2)
         for index, row in enumerate(sorted(rows, key=lambda row: (row.payload_up or 0, row.label)), 1):
             assert row.accuracy is not None
             assert row.interval is not None

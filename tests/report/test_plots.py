@@ -47,6 +47,13 @@ def test_the_same_input_gives_the_same_bytes(result, metrics):
     assert b"<dc:date>" not in first["svg"]
 
 
+def test_the_axis_says_what_is_judged(result, metrics):
+    kinds = {"test accuracy": {}, "validation accuracy": {"evaluated_on": "validation"}}
+    kinds["exact answers, on the few items judged each round"] = {"recalls": {"trained": [{}]}}
+    for wanted, changes in kinds.items():
+        assert wanted in figure_files([result(**changes)], [metrics(result())])["svg"].decode()
+
+
 @pytest.mark.parametrize("ends", [(0.9, 0.9, 0.9, 0.9), (0.9, 0.9005, 0.901, 0.2), (0.95, 0.949, 0.3, 0.3)])
 def test_labels_do_not_lie_on_each_other(result, metrics, monkeypatch, ends):
     placers = []

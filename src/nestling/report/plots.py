@@ -69,6 +69,13 @@ def curves_of(results: Sequence[Result], metrics: Sequence[Metrics]) -> list[Cur
     return curves
 
 
+def _what_is_judged(results: Sequence[Result]) -> str:
+    """A needle run's rounds are judged on a few items only, so its curve need not end at the table's figure."""
+    if all(result.recalls for result in results):
+        return "exact answers, on the few items judged each round"
+    return "validation accuracy" if {r.evaluated_on for r in results} == {"validation"} else "test accuracy"
+
+
 def _points(result: Result, rows: Metrics) -> dict[int, tuple[float, float]]:
     points, total = {}, 0
     for row in rows:
@@ -130,8 +137,7 @@ def _draw(curves: Sequence[Curve], results: Sequence[Result]) -> Figure:
     for row in references:
         axes.axhline(row.accuracy or 0.0, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.set_xlabel("bytes on the wire per client, up and down together, so far")
-    kinds = {result.evaluated_on for result in results}
-    axes.set_ylabel("validation accuracy" if kinds == {"validation"} else "test accuracy")
+    axes.set_ylabel(_what_is_judged(results))
     _set_limits(axes, drawn)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: _tick(count)))
     axes.xaxis.set_minor_locator(NullLocator())
