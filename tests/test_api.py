@@ -140,11 +140,17 @@ def test_progress_is_told_step_by_step() -> None:
         ("federating", 1),
         ("federating", 2),
     ]
-    assert ("training the base, epoch 1 of 16", 0) in seen
     assert ("training the rows to compare with, 4 of 4 done", 0) in seen
     assert steps[-1].accuracy == result.accuracy
     assert steps[-1].bytes_so_far == result.bytes_up + result.bytes_down
     assert all(a.seconds <= b.seconds for a, b in pairwise(steps))
+
+
+def test_making_a_base_is_told_epoch_by_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NESTLING_CACHE", str(tmp_path / "cache"))
+    notes: list[str] = []
+    build(config(tmp_path), note=notes.append)
+    assert "training the base, epoch 1 of 16" in notes
 
 
 def test_the_run_is_listed() -> None:
@@ -256,7 +262,7 @@ def test_cat_056_an_interrupted_run_keeps_its_last_finished_round(tmp_path: Path
     assert read_status(folder) == "stopped"
     assert not (folder / "result.json").exists()
     assert [row["round"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
-    assert "last finished round is in adapter/" in (folder / "log.txt").read_text()
+    assert "'nestling resume' goes on after the last finished round" in (folder / "log.txt").read_text()
     assert accuracy_of(folder, settings) == accuracies[-1]
 
 

@@ -24,10 +24,20 @@ if "torch" in _sys.modules and "OMP_WAIT_POLICY" not in _os.environ:
 _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+# Before the libraries that would report their use are imported; whoever wants them to can say so. The first of these is
+# a word to all programs (donottrack.sh), the others are for those that are used here, or may be one day.
+for _name, _value in (
+    ("DO_NOT_TRACK", "1"),
+    ("HF_HUB_DISABLE_TELEMETRY", "1"),
+    ("FLWR_TELEMETRY_ENABLED", "0"),
+    ("RAY_USAGE_STATS_ENABLED", "0"),
+):
+    _os.environ.setdefault(_name, _value)
+
 if TYPE_CHECKING:
     from nestling.adapters.base import Adapter, attach
     from nestling.adapters.store import from_pretrained
-    from nestling.api import run
+    from nestling.api import resume, run
     from nestling.build import Plan, plan
     from nestling.config.load import load_config
     from nestling.config.schema import FullConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig, RunConfig
@@ -57,6 +67,7 @@ _HOMES = {
     "load_config": "nestling.config.load",
     "new_cache": "nestling.inference.cache",
     "plan": "nestling.build",
+    "resume": "nestling.api",
     "run": "nestling.api",
 }
 
@@ -78,6 +89,7 @@ __all__ = [
     "load_config",
     "new_cache",
     "plan",
+    "resume",
     "run",
 ]
 

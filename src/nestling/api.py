@@ -1,4 +1,4 @@
-"""`nestling.run`: a whole federated run from its settings, recorded in a folder as it goes.
+"""`nestling.run` and `nestling.resume`: a whole federated run from its settings, recorded in a folder as it goes.
 
 The command line does nothing else; a notebook can call it as well.
 """
@@ -18,7 +18,7 @@ from nestling.adapters.base import averaging_error
 from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
-from nestling.config.load import dump_config
+from nestling.config.load import dump_config, load_config
 from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
 from nestling.core.errors import NestlingError, RunError
 from nestling.core.types import Failure, Progress
@@ -30,8 +30,10 @@ from nestling.federation.reference import References, train_references
 from nestling.models.backbones import base_bytes
 from nestling.report.html import write_report
 from nestling.report.plots import accuracy_against_bytes
-from nestling.runs.folder import RunFolder, create
-from nestling.runs.recorder import Recorder, Result
+from nestling.resume import Tally, read_references, restore, snapshot, with_own_base, write_references
+from nestling.runs.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
+from nestling.runs.folder import RunFolder, create, read_status, reopen
+from nestling.runs.recorder import Recorder, Result, read_result
 from nestling.tasks.data import TITLES
 from nestling.tasks.images import ImageTask
 from nestling.tasks.recall import NeedleTask, Recall
@@ -65,23 +67,71 @@ def run(
     config = resolve(config)
     with create(Path(config.machine.out), config.name, run_id(config)) as folder:
         recorder = Recorder.start(folder, config=dump_config(config), command=command or ["nestling.run"])
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # clients side by side, one thread each: faster, and the same bits on any machine load
-        try:
-            return _run(config, folder, recorder, progress or (lambda _: None), references)
-        except KeyboardInterrupt:
-            kept = (folder.path / "adapter").is_dir()
-            where = "; the state of the last finished round is in adapter/" if kept else " before a round was finished"
-            recorder.stop("stopped", f"interrupted{where}")
-            raise
-        except NestlingError as error:
-            recorder.stop("failed", str(error))
-            raise
-        except BaseException as error:
-            recorder.stop("failed", f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            torch.set_num_threads(threads)
+        if references is not None:
+            write_references(folder, references, None)
+        return _recorded(config, folder, recorder, progress, None)
+
+
+def resume(
+    path: Path | str, *, progress: Callable[[Progress], None] | None = None, command: list[str] | None = None
+) -> Result:
+    """Go on with a run that was interrupted, killed or failed, after its last finished round.
+
+    It ends in the same state, to the bit, as one never interrupted. A run that is done is left alone, and its result
+    given; a run that was ended before its first round was over begins with that round.
+
+    Args:
+        path: the run's folder.
+        progress: as in `run`.
+        command: noted in the run's log as the command that was typed.
+
+    Raises:
+        ConfigError: no run folder, or settings in its config.toml that are not those it was begun with.
+        ContextError: data, weights or base that are missing or others.
+        WireError: no checkpoint is whole.
+        RunError: a process is at work in the folder (exit code 6); too many rounds without enough usable replies (7).
+
+    >>> import nestling
+    >>> result = nestling.resume("runs/flite-digits--20261130-120000--5fac")             # doctest: +SKIP
+    """
+    path = Path(path)
+    if read_status(path) == "done":
+        return read_result(path)
+    with reopen(path) as folder:
+        config = resolve(load_config(path / "config.toml"))
+        found = newest_checkpoint(path)
+        rounds = found.round if found else 0
+        recorder = Recorder.resume(folder, rounds=rounds)
+        recorder.log(f"resumed after round {rounds}: {' '.join(command or ['nestling.resume'])}")
+        folder.set_status("running")
+        return _recorded(config, folder, recorder, progress, found)
+
+
+def _recorded(
+    config: RunConfig,
+    folder: RunFolder,
+    recorder: Recorder,
+    progress: Callable[[Progress], None] | None,
+    found: Checkpoint | None,
+) -> Result:
+    """The run, and how it ended in its folder's status and log."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # clients side by side, one thread each: faster, and the same bits on any machine load
+    try:
+        return _run(config, folder, recorder, progress or (lambda _: None), found)
+    except KeyboardInterrupt:
+        kept = (folder.path / "checkpoints").is_dir()
+        where = "; 'nestling resume' goes on after the last finished round" if kept else " before a round was finished"
+        recorder.stop("stopped", f"interrupted{where}")
+        raise
+    except NestlingError as error:
+        recorder.stop("failed", str(error))
+        raise
+    except BaseException as error:
+        recorder.stop("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(
@@ -89,10 +139,10 @@ def _run(
     folder: RunFolder,
     recorder: Recorder,
     progress: Callable[[Progress], None],
-    references: References | None,
+    found: Checkpoint | None,
 ) -> Result:
     began = time.perf_counter()
-    sent = 0
+    tally = Tally()
 
     def tell(step: str, done: Round | None = None) -> None:
         progress(
@@ -103,28 +153,23 @@ def _run(
                 accuracy=done.accuracy if done else float("nan"),
                 accepted=len(done.accepted) if done else 0,
                 asked=len(done.replies) if done else 0,
-                bytes_so_far=sent,
+                bytes_so_far=tally.bytes_up + tally.bytes_down,
                 seconds=time.perf_counter() - began,
             )
         )
 
     tell("loading data and base")
-    parts = build(config, note=tell)
-    if isinstance(config.base, BaseConfig) and not config.base.weights:
-        folder.write("base.safetensors", base_bytes(parts.base))
+    parts = build(with_own_base(config, folder.path), note=tell)
+    own_base = folder.path / "base.safetensors"
+    if isinstance(config.base, BaseConfig) and not config.base.weights and not own_base.is_file():
+        folder.write(own_base.name, base_bytes(parts.base))
     worker, start = parts.workers[0], parts.server.state
-
-    reference_seconds = None
-    if references is None and config.machine.references:
-        started = time.perf_counter()
-        references = _references(config, parts, tell)
-        reference_seconds = time.perf_counter() - started
+    if found is not None:
+        tally = restore(config, parts, found)
+    references, reference_seconds = _references(config, parts, folder, start, tell)
 
     tell("federating")
-    started = time.perf_counter()
-    last: Round | None = None
-    ever_used = False
-    totals, refusals = Counter[str](), Counter[str]()
+    started = time.perf_counter() - tally.seconds
     for done in run_rounds(
         parts.server,
         parts.engine,
@@ -134,28 +179,29 @@ def _run(
         per_round=config.server.clients_per_round,
         patience=config.server.patience,
         seed=config.seed,
+        first=tally.round + 1,
+        abandoned=tally.abandoned % config.server.patience,  # one that ran out of patience is given it anew
     ):
-        _record(done, parts, config, recorder, seconds=time.perf_counter() - started)
-        totals.update(up=done.bytes_up, down=done.bytes_down)
-        refusals.update(failure.code for failure in done.refused.values())
-        sent, last = totals.total(), done
+        seconds = time.perf_counter() - started
+        _record(done, parts, config, recorder, seconds=seconds)
+        tally.add(done, seconds=seconds)
+        if done.number == config.rounds:
+            tally.averaging_error = _averaging_error(done, worker)
         if worker.fresh is None:  # a part that stays with each client is in no file
             worker.adapter.load_vector(done.state)
             worker.adapter.save_pretrained(folder.path / "adapter")
+        write_checkpoint(folder, snapshot(config, parts, tally))
         tell("federating", done)
-        ever_used = ever_used or done.used
-    if last is None or not ever_used:
-        reasons = (
-            ", ".join(f"{code} ×{count}" for code, count in refusals.most_common(3)) or "the mean was out of bounds"
-        )
+    if not tally.used:
+        refusals = Counter(tally.refusals).most_common(3)
+        reasons = ", ".join(f"{code} ×{count}" for code, count in refusals) or "the mean was out of bounds"
         raise RunError(
             f"no round had enough usable replies ({reasons})", where="run", remedy="See log.txt in the run's folder."
         )
-    seconds = time.perf_counter() - started
-
+    last = parts.server.received
     rows = dict(references.recalls) if references else {}
     if parts.recalls is not None:
-        rows |= parts.recalls.trained(last.state, note=tell)
+        rows |= parts.recalls.trained(last, note=tell)
         rows = parts.recalls.frozen(note=tell) | rows
     result = Result(
         name=config.name,
@@ -170,18 +216,18 @@ def _run(
         trainable_parameters=parts.agreement.layout.size,
         payload_bytes_up=body_size(config.codec.up, parts.agreement.layout),
         payload_bytes_down=body_size(config.codec.down, parts.agreement.layout),
-        bytes_up=totals["up"],
-        bytes_down=totals["down"],
-        seconds=seconds,
+        bytes_up=tally.bytes_up,
+        bytes_down=tally.bytes_down,
+        seconds=tally.seconds,
         seconds_references=reference_seconds,
         run_dir=str(folder.path),
-        averaging_error=_averaging_error(last, worker),
+        averaging_error=tally.averaging_error,
         base_hash=parts.base_hash,
-        state_digest=state_digest(last.state),
+        state_digest=state_digest(last),
         model_parameters=sum(p.numel() for p in parts.base.parameters()),
-        rejected=dict(refusals),
+        rejected=tally.refusals,
         settings=settings_digest(config),
-        **_of_task(config, parts, start=start, last=last, rows=rows),
+        **_of_task(config, parts, start=start, last=last, accuracy=tally.accuracy, rows=rows),
     )
     recorder.finish(result)
     record = write_report([folder.path], folder.path / "report.html").runs[0]
@@ -205,18 +251,29 @@ def settings_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _references(config: RunConfig, parts: Parts, note: Callable[[str], object]) -> References:
-    start, epochs = parts.server.state, config.rounds * config.local.epochs
+def _references(
+    config: RunConfig, parts: Parts, folder: RunFolder, start: Vector, note: Callable[[str], object]
+) -> tuple[References | None, float | None]:
+    """The rows to compare with and the seconds they took: those in the folder, or trained now and put there."""
+    if (known := read_references(folder.path)) is not None:
+        return known
+    if not config.machine.references:
+        return None, None
+    epochs, began = config.rounds * config.local.epochs, time.perf_counter()
     if parts.recalls is not None:
-        return parts.recalls.references(start, epochs=epochs, note=note)
-    note("training the rows to compare with")
-    return train_references(
-        parts.workers, parts.evaluate, clients=parts.task.clients(), start=start, epochs=epochs, note=note
-    )
+        found = parts.recalls.references(start, epochs=epochs, note=note)
+    else:
+        note("training the rows to compare with")
+        found = train_references(
+            parts.workers, parts.evaluate, clients=parts.task.clients(), start=start, epochs=epochs, note=note
+        )
+    seconds = time.perf_counter() - began
+    write_references(folder, found, seconds)
+    return found, seconds
 
 
 def _of_task(
-    config: RunConfig, parts: Parts, *, start: Vector, last: Round, rows: dict[str, list[Recall]]
+    config: RunConfig, parts: Parts, *, start: Vector, last: Vector, accuracy: float, rows: dict[str, list[Recall]]
 ) -> dict[str, Any]:
     """What a result says of its task: what it is, the accuracies on all held-out items, and a needle run's rows."""
     if isinstance(config.task, NeedleConfig):
@@ -236,13 +293,13 @@ def _of_task(
     assert isinstance(parts.task, ImageTask)
     personal: tuple[float | None, float | None] = (None, None)
     if config.local.rule == "ala":
-        personal = personal_accuracies(parts.workers, parts.task, last.state)
+        personal = personal_accuracies(parts.workers, parts.task, last)
     return {
         "accuracy_personal": personal[0],
         "accuracy_personal_global": personal[1],
         "task": TITLES[config.task.data],
         "alpha": config.task.alpha if config.task.partition == "dirichlet" else None,
-        "accuracy": last.accuracy,
+        "accuracy": accuracy,
         "accuracy_base": parts.evaluate(parts.workers[0], start),
         "test_items": parts.task.held_out_items,
         "classes": parts.task.classes,
@@ -267,9 +324,12 @@ def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *,
             )  # fmt: skip
         if refusal:
             recorder.log(f"round {done.number}: dropped [{refusal.code}] {refusal.detail}\n{refusal.trace}".rstrip())
+    if done.bounded:
+        recorder.log(f"round {done.number}: cut down to server.outlier times the median: clients {done.bounded}")
     recorder.round(
         done.number,
         {"accuracy": done.accuracy, "accepted": len(done.accepted), "asked": len(done.replies), "used": done.used,
+         "bounded": len(done.bounded),
          "seconds": seconds},
     )  # fmt: skip
 

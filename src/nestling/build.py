@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -112,20 +113,21 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         limits=Limits(max_examples=max(1, examples), max_abs=config.server.max_abs),
         spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)},
     )
-    fresh, kept = _fresh_local(config, adapters[0]), dict[int, ClientState]()
+    fresh, kept, stop = _fresh_local(config, adapters[0]), dict[int, ClientState](), Event()
     workers = [
-        Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds, fresh, kept)
+        Worker(model, adapter, task, config.local, agreement, config.seed, config.rounds, fresh, kept, stop)
         for model, adapter in zip(models, adapters, strict=True)
     ]
     total = examples if config.server.weighting == "examples" else config.task.clients
-    server = Server(adapters[0].vector(), agreement, config.server, total_weight=total)
+    asked = config.server.clients_per_round or config.task.clients
+    server = Server(adapters[0].vector(), agreement, config.server, total_weight=total, asked=asked)
     recalls = None
     if isinstance(task, NeedleTask):
         from nestling.federation.recalls import Recalls
         from nestling.inference.cache import new_cache
 
         recalls = Recalls(base, workers, task, round_task, config.adapter, new_cache, prefix)
-    engine = InProcessEngine([w.handle for w in workers])
+    engine = InProcessEngine([w.handle for w in workers], interrupted=stop.set)
     return Parts(base, hashed, task, workers, engine, server, agreement, recalls)
 
 

@@ -224,9 +224,13 @@ machines = st.builds(MachineConfig, out=words, workers=st.integers(0, 99), devic
 def configs(draw: st.DrawFn) -> RunConfig:
     task = draw(tasks)
     asked = draw(st.integers(0, task.clients))
+    weighting, rules = draw(st.sampled_from([("examples", ["mean", "rfa"]), ("uniform", ["mean", "median", "krum"])]))
     server = ServerConfig(
         clients_per_round=asked,
-        weighting=draw(st.sampled_from(["examples", "uniform"])),
+        weighting=weighting,
+        aggregate=draw(st.sampled_from(rules)),
+        outlier=draw(st.just(0.0) | st.floats(1, 1e300)),
+        hostile_share=draw(st.floats(0, 0.49)),
         min_replies=draw(st.integers(1, asked or task.clients)),
         patience=draw(counts),
         max_abs=draw(st.floats(1, 1e300)),

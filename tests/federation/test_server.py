@@ -1,6 +1,8 @@
 """A bad reply costs only itself; what is left is averaged exactly, in any order, whatever the codec."""
 
+import gc
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,14 +13,15 @@ from small import LAYOUT, START, agree, answer, forge, honest, received, target
 from nestling.codec.form import Limits
 from nestling.codec.message import HEADER_SIZE, peek, state_digest
 from nestling.config.schema import ServerConfig
+from nestling.core.errors import ConfigError
 from nestling.core.types import Failure
 from nestling.federation.server import Reply, Server
 
 SENDS = ("delta", "state")
 
 
-def serve(agreed, *, total_weight: int = 100, state: np.ndarray = START, **settings) -> Server:
-    return Server(state, agreed, ServerConfig(**settings), total_weight=total_weight)
+def serve(agreed, *, total_weight: int = 100, state: np.ndarray = START, asked: int = 0, **settings) -> Server:
+    return Server(state, agreed, ServerConfig(**settings), total_weight=total_weight, asked=asked)
 
 
 def test_cat_014_a_broadcast_is_a_header_and_the_state() -> None:
@@ -334,3 +337,140 @@ def test_a_step_beyond_the_limits_is_not_taken_and_not_remembered() -> None:
     assert not server.update(accepted)
     assert server.state.tobytes() == START.tobytes()
     assert server.memory == {}
+
+
+def test_cat_016_garbage_leaves_neither_memory_nor_state_behind() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    server.broadcast(1)
+    size = HEADER_SIZE + 4 * LAYOUT.size
+    rng = np.random.default_rng(0)
+
+    def garbage(count: int) -> None:
+        for _ in range(count // 500):
+            lengths = rng.integers(0, 2 * size, 500)
+            data = rng.bytes(2 * size)
+            accepted, refused = server.judge(1, {c: data[: int(n)] for c, n in enumerate(lengths)})
+            assert accepted == []
+            assert len(refused) == 500
+            assert all(len(f.detail) < 300 and not f.trace for f in refused.values())
+
+    garbage(1000)
+    gc.collect()
+    tracemalloc.start()
+    garbage(5000)
+    gc.collect()
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000  # of 5,000 messages
+    assert peak < 2_000_000
+    assert server.state.tobytes() == START.tobytes()
+
+
+# Outliers, and robust rules in the place of the mean.
+
+
+def unit(seed: int) -> np.ndarray:
+    vector = target(seed)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+def judged(
+    server: Server, agreed, changes: dict[int, np.ndarray], examples: dict[int, int] | None = None
+) -> list[Reply]:
+    message = server.broadcast(1)
+    weights = examples or dict.fromkeys(changes, 10)
+    replies = {c: answer(agreed, message, c, change, examples=weights[c]) for c, change in changes.items()}
+    accepted, refused = server.judge(1, replies)
+    assert not refused
+    return accepted
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_cat_031_an_outlier_is_cut_to_a_multiple_of_the_median_and_the_others_are_left_alone(send: str) -> None:
+    agreed = agree(send=send)
+    server = serve(agreed)
+    accepted = judged(server, agreed, {0: unit(0), 1: 2 * unit(1), 2: 3 * unit(2), 3: 3000 * unit(3), 4: unit(4)})
+    bounded, cut = server.bound(accepted)
+    assert cut == [3]
+    assert [a is b for a, b in zip(accepted, bounded, strict=True)] == [True, True, True, False, True]
+    change = bounded[3].state.astype(np.float64) - START
+    np.testing.assert_allclose(change, 20 * unit(3), rtol=0, atol=1e-4)
+    assert server.update(bounded)
+    moved = np.linalg.norm(server.state.astype(np.float64) - START)
+    assert moved <= (1 + 2 + 3 + 20 + 1) / 5
+
+
+def test_cat_032_a_claimed_number_of_examples_is_cut_too() -> None:
+    agreed = agree()
+    server = serve(agreed)
+    accepted = judged(server, agreed, {c: unit(c) for c in range(3)}, {0: 2, 1: 3, 2: 100})
+    bounded, cut = server.bound(accepted)
+    assert (cut, [r.weight for r in bounded]) == ([2], [2, 3, 30])
+    assert bounded[2].vector.tobytes() == accepted[2].vector.tobytes()
+
+
+def test_outliers_can_be_left_alone_and_none_is_no_error() -> None:
+    agreed = agree()
+    server = serve(agreed, outlier=0.0)
+    accepted = judged(server, agreed, {0: unit(0), 1: 1000 * unit(1), 2: unit(2)})
+    assert server.bound(accepted) == (accepted, [])
+    assert serve(agreed).bound([]) == ([], [])
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_cat_036_zero_changes_are_no_outliers_and_divide_by_nothing(send: str) -> None:
+    agreed = agree(send=send)
+    server = serve(agreed)
+    bounded, cut = server.bound(judged(server, agreed, {c: np.zeros(11, np.float32) for c in range(4)}))
+    assert cut == []
+    assert server.update(bounded)
+    np.testing.assert_allclose(server.state, START, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("send", SENDS)
+@pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "rfa", "clipping"])
+def test_cat_033_a_robust_rule_is_hardly_moved_by_a_fifth_of_the_clients(rule: str, send: str) -> None:
+    agreed = agree(send=send)
+    shared = 5 * unit(99)
+    honest_ones = {c: shared + unit(c) for c in range(8)}
+    hostile = {8: -40 * shared, 9: -40 * shared}
+    mean = np.mean(list(honest_ones.values()), axis=0)
+    settings = {"weighting": "uniform", "outlier": 0.0, "hostile_share": 0.2}
+
+    def reached(aggregate: str) -> np.ndarray:
+        server = serve(agreed, asked=10, aggregate=aggregate, **settings)
+        assert server.update(judged(server, agreed, honest_ones | hostile))
+        return server.state - START
+
+    assert np.linalg.norm(reached("mean") - mean) > 20
+    assert np.linalg.norm(reached(rule) - mean) < 1.5
+
+
+def test_a_robust_rule_abandons_a_round_with_too_few_replies() -> None:
+    agreed = agree()
+    server = serve(agreed, asked=10, aggregate="krum", weighting="uniform", hostile_share=0.2)  # needs 7
+    replies = judged(server, agreed, {c: unit(c) for c in range(7)})
+    assert not server.update(replies[:6])
+    assert server.state.tobytes() == START.tobytes()
+    assert server.update(replies)
+
+
+def test_a_robust_rule_that_cannot_withstand_its_share_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="krum with 1 hostile needs 5"):
+        serve(agree(), asked=4, aggregate="krum", weighting="uniform", hostile_share=0.25)
+
+
+def test_buckets_are_drawn_anew_each_round_and_the_same_on_every_machine() -> None:
+    agreed = agree()
+    changes = {c: unit(c) * (c + 1) for c in range(8)}
+
+    def reached(number: int) -> bytes:
+        server = serve(agreed, asked=8, aggregate="clipping", weighting="uniform", hostile_share=0.1, outlier=0.0)
+        message = server.broadcast(number)
+        accepted, _ = server.judge(number, {c: answer(agreed, message, c, x) for c, x in changes.items()})
+        assert server.update(accepted)
+        return server.state.tobytes()
+
+    assert reached(1) == reached(1)
+    assert len({reached(number) for number in range(1, 6)}) > 1

@@ -1,5 +1,6 @@
 """The weighted mean: the same bits in any order, as near to the true mean as float32 allows, and never an overflow."""
 
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nestling.core.errors import ConfigError
-from nestling.strategies.fedavg import MAX_FRACTION_BITS, MIN_FRACTION_BITS, fraction_bits, weighted_mean
+from nestling.strategies.fedavg import MAX_FRACTION_BITS, MIN_FRACTION_BITS, RunningMean, fraction_bits, weighted_mean
 
 NUMBERS = st.floats(-1e4, 1e4, width=32)
 REPLIES = st.lists(st.tuples(st.lists(NUMBERS, min_size=3, max_size=3), st.integers(1, 10**5)), min_size=1, max_size=8)
@@ -88,3 +89,54 @@ def test_the_inputs_are_left_alone() -> None:
     vectors = [np.float32([1, 2]), np.float32([5, 6])]
     weighted_mean(vectors, [1, 1], bits=36)
     assert [v.tolist() for v in vectors] == [[1, 2], [5, 6]]
+
+
+def formula(vectors: list[np.ndarray], weights: list[int], bits: int) -> np.ndarray:
+    """The fixed-point mean in Python's integers: nothing overflows, and one division is rounded to float32."""
+    columns = zip(*[[round(Fraction(float(x)) * 2**bits) for x in v] for v in vectors], strict=True)
+    totals = [sum(x * w for x, w in zip(column, weights, strict=True)) for column in columns]
+    return np.float32([float(total) / (float(sum(weights)) * 2.0**bits) for total in totals])
+
+
+@given(REPLIES)
+def test_a_running_mean_is_at_any_time_that_of_what_was_added_to_the_bit(replies) -> None:
+    bits = fraction_bits(total_weight=sum(w for _, w in replies), max_abs=1e4)
+    running, vectors, weights = RunningMean(3, bits), [], []
+    for numbers, weight in replies:
+        vectors.append(np.float32(numbers))
+        weights.append(weight)
+        running.add(vectors[-1], weight)
+        assert running.weight == sum(weights)
+        assert running.mean().tobytes() == formula(vectors, weights, bits).tobytes()
+        assert running.mean().tobytes() == weighted_mean(vectors, weights, bits=bits).tobytes()
+
+
+def test_a_running_mean_keeps_nothing_of_a_reply() -> None:
+    running, vector = RunningMean(2, 30), np.float32([1, 2])
+    running.add(vector, 1)
+    vector[:] = 9
+    first = running.mean()
+    running.add(np.float32([3, 8]), 1)
+    assert (first.tolist(), running.mean().tolist()) == ([1, 2], [2, 5])
+
+
+def test_a_running_mean_needs_no_memory_for_each_reply() -> None:
+    size, vector = 10_000, np.ones(10_000, np.float32)
+    tracemalloc.start()
+    running = RunningMean(size, 30)
+    made = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    for _ in range(20):
+        running.add(vector, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made < 25 * size
+    assert peak - made < size  # less than any array of this length
+
+
+def test_a_vector_of_another_length_is_our_own_bug() -> None:
+    for size in (1, 3):
+        with pytest.raises(AssertionError):
+            RunningMean(2, 30).add(np.ones(size, np.float32), 1)
+    with pytest.raises(AssertionError):
+        RunningMean(2, 30).mean()

@@ -7,10 +7,12 @@ import io
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 from nestling.core.errors import NestlingError
 
@@ -22,6 +24,7 @@ Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundre
   new PRESET [FILE]             copy a preset to a file, every setting commented (no name: list the presets)
   plan CONFIG [SETTINGS]        what would be trained and sent; reads no data, trains nothing
   run CONFIG [SETTINGS]         run the federation and write its folder
+  resume RUN                    go on with a run that was interrupted or killed, to the same bits
   demo                          frozen base, local only, FLITE, FedAvg and centralised, side by side
   ls [FOLDER]                   the runs in a folder
   report RUN [RUN ...]          table, figure and one HTML page
@@ -35,7 +38,7 @@ CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --roun
 
 exit codes: 0 done, 1 a bug of ours, 2 a setting or path that cannot be used, 3 data, model or base missing or not the
 one agreed on, 4 a seed or stream that differs, 5 a damaged message or file, 6 the run's folder is in use, 7 too few
-usable replies, 8 the disk is full, 130 interrupted
+usable replies, 8 the disk is full, 130 interrupted, 143 terminated
 """
 
 
@@ -43,6 +46,7 @@ COMMANDS = {
     "new": "nestling.cli.show:new",
     "plan": "nestling.cli.show:show_plan",
     "run": "nestling.cli.run:run",
+    "resume": "nestling.cli.run:resume",
     "demo": "nestling.cli.demo:demo",
     "ls": "nestling.cli.show:ls",
     "report": "nestling.cli.show:report",
@@ -54,6 +58,10 @@ COMMANDS = {
 """Where each verb's function lives; it is imported when it is called."""
 
 
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end, by `kill` or by the machine that it runs on."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -61,18 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal does not have is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _warnings_of_ours_in_one_line():
+        with _warnings_of_ours_in_one_line(), _signals():
             code = _dispatch(args)
         if sys.stdout:  # None if the caller closed it
             sys.stdout.flush()  # here, so that a closed pipe is noticed below
         return code
     except NestlingError as error:
-        print(f"nestling: {error}", file=sys.stderr)
+        from nestling.runs.environment import without_secrets
+
+        print(f"nestling: {without_secrets(str(error))}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, and quietly
-        print("nestling: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, Terminated)
+        print(f"nestling: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        return 143 if terminated else 130
     except BrokenPipeError:  # the reader, `| head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -84,6 +94,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 8
     except SystemExit as error:  # from tyro: 0 after its help, 2 for a flag; from rich: 1 if the pipe is closed
         return 0 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """The first Ctrl-C or `kill` lets the command save what it has; a second one ends the process at once."""
+
+    def stop(number: int, frame: object) -> None:
+        for kind in usual:
+            signal.signal(kind, signal.SIG_DFL)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    usual: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(kind) is not signal.SIG_IGN:  # as in a job that a shell put into the background
+                usual[kind] = signal.signal(kind, stop)
+    try:
+        yield
+    finally:
+        for kind, handler in usual.items():
+            if signal.getsignal(kind) is stop:
+                signal.signal(kind, handler)
 
 
 @contextmanager

@@ -1,10 +1,13 @@
-"""`nestling run`: settings from the file and the flags, one live bar on a terminal, one line a round in a pipe."""
+"""`nestling run` and `nestling resume`: settings from the file and the flags, progress, and what came of it.
+
+Progress is one live bar on a terminal, and one line a round in a pipe.
+"""
 
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 from rich.console import Console
@@ -15,6 +18,9 @@ from nestling.config.load import load_config, preset_names
 from nestling.config.schema import RunConfig
 from nestling.core.errors import ConfigError
 from nestling.core.types import Progress
+
+if TYPE_CHECKING:
+    from nestling.runs.recorder import Result
 
 Command = TypeVar("Command")
 
@@ -54,9 +60,38 @@ def run(args: Sequence[str]) -> int:
 
     with ProgressLine(quiet=command.quiet, to_stderr=command.json) as line:
         result = run_config(command.config, progress=line.show, command=["nestling", "run", *args])
-    if command.json:
+    show(result, as_json=command.json)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeCommand:
+    """Go on with a run that was interrupted, killed or failed, after its last finished round."""
+
+    run: tyro.conf.Positional[str]
+    """The run's folder."""
+    json: bool = False
+    """End with one JSON object on the standard output; progress goes to the standard error."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+def resume(args: Sequence[str]) -> int:
+    """`nestling resume RUN`; returns the exit code."""
+    command = tyro.cli(tyro.conf.FlagCreatePairsOff[ResumeCommand], args=list(args), prog="nestling resume")
+    from nestling.api import resume as resume_run
+
+    with ProgressLine(quiet=command.quiet, to_stderr=command.json) as line:
+        result = resume_run(command.run, progress=line.show, command=["nestling", "resume", *args])
+    show(result, as_json=command.json)
+    return 0
+
+
+def show(result: "Result", *, as_json: bool) -> None:
+    """What a run has come to: its table, or one JSON object."""
+    if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
-        return 0
+        return
     from nestling.report.recalls import recalls_to_rich
     from nestling.report.tables import caption_of, rows_of, to_rich
 
@@ -73,7 +108,6 @@ def run(args: Sequence[str]) -> int:
     if result.averaging_error is not None:
         console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
     console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)
-    return 0
 
 
 class ProgressLine:

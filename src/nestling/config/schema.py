@@ -16,6 +16,7 @@ from nestling.config.adapters import MemoryConfig as MemoryConfig
 from nestling.config.checks import at_least, is_count, is_one_of, is_seed, is_text
 from nestling.config.codec import CodecConfig as CodecConfig
 from nestling.config.codec import codec_name as codec_name
+from nestling.config.server import ServerConfig as ServerConfig
 from nestling.core.errors import ConfigError
 
 DATA_SETS = ("digits", "fashion", "cifar10", "cifar100")
@@ -228,59 +229,6 @@ class LocalConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """Who takes part in a round, how replies are weighed, and how their mean becomes the next state."""
-
-    clients_per_round: int = 0
-    """How many clients a round asks, drawn by the seed; 0: all of them."""
-    weighting: Literal["examples", "uniform"] = "examples"
-    min_replies: int = 1
-    """A round with fewer usable replies is abandoned: the state stays as it was."""
-    patience: int = 3
-    """After this many abandoned rounds in a row the run stops (exit code 7)."""
-    max_abs: float = 1e4
-    """A reply with a larger number than this is rejected."""
-    rule: Literal["mean", "nesterov", "adam", "yogi"] = "mean"
-    """The next state. mean: the mean of the replies. The others are an optimiser's step towards it: nesterov (DiLoCo),
-    adam and yogi (FedOpt)."""
-    lr: float = 0.0
-    """Of nesterov, adam and yogi; 0: the rule's own, 0.7 for nesterov, 0.01 for adam and yogi. mean has none."""
-    momentum: float = 0.9
-    """Of nesterov."""
-    beta1: float = 0.9
-    """Of adam and yogi: how much of the mean change is kept from round to round."""
-    beta2: float = 0.99
-    """Of adam and yogi: how much of the mean squared change is kept."""
-    tau: float = 1e-3
-    """Of adam and yogi: changes well below it are not scaled up."""
-
-    def __post_init__(self) -> None:
-        is_count("server.clients_per_round", self.clients_per_round, 0)
-        is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
-        is_count("server.min_replies", self.min_replies, 1)
-        is_count("server.patience", self.patience, 1)
-        at_least("server.max_abs", self.max_abs, 1)
-        is_one_of("server.rule", self.rule, ("mean", "nesterov", "adam", "yogi"))
-        at_least("server.lr", self.lr, 0)
-        at_least("server.tau", self.tau, 0, strict=True)
-        for name in ("momentum", "beta1", "beta2"):
-            at_least(f"server.{name}", getattr(self, name), 0)
-            if getattr(self, name) >= 1:
-                raise ConfigError(
-                    f"{getattr(self, name)} is not allowed", where=f"server.{name}", remedy="Give less than 1."
-                )
-
-    @property
-    def rate(self) -> float:
-        """`lr`, or what the rule takes where that is 0.
-
-        >>> ServerConfig(rule="adam").rate, ServerConfig(rule="adam", lr=0.1).rate
-        (0.01, 0.1)
-        """
-        return self.lr or (0.7 if self.rule == "nesterov" else 0.01)
-
-
-@dataclass(frozen=True)
 class MachineConfig:
     """Where a run works and writes; nothing here changes its result on a CPU."""
 
@@ -373,6 +321,7 @@ class RunConfig:
         'flite+diloco'
         """
         rules = [_RULES[rule] for rule in (self.local.rule, self.server.rule) if rule in _RULES]
+        rules += [self.server.aggregate] * (self.server.aggregate != "mean")
         adapter = self.adapter
         latent = "-latent" if isinstance(adapter, MemoryConfig | LoraConfig) and adapter.dim else ""
         if isinstance(adapter, LoraConfig) and not adapter.ffa:

@@ -54,9 +54,11 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if not isinstance(error, OSError):  # interrupted
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(
             f"could not be written ({error.strerror}; {len(data):,} bytes needed)",

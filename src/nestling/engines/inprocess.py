@@ -5,7 +5,7 @@ costs its own reply, never the round.
 """
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -14,15 +14,16 @@ from nestling.core.types import Failure, Handler
 
 class InProcessEngine:
     """Runs each client on whichever worker is free. A worker serves one client at a time and is reused by all of them,
-    so memory grows with the workers and not with the clients.
+    so memory grows with the workers and not with the clients. `interrupted` is told before an interrupt is passed on,
+    which waits for the clients that have begun.
 
     >>> engine = InProcessEngine([lambda client, message: message.upper()])
     >>> engine.exchange({3: b"hello"})
     {3: b'HELLO'}
     """
 
-    def __init__(self, handlers: Sequence[Handler]) -> None:
-        self._count = len(handlers)
+    def __init__(self, handlers: Sequence[Handler], *, interrupted: Callable[[], object] = lambda: None) -> None:
+        self._count, self._interrupted = len(handlers), interrupted
         self._free: SimpleQueue[Handler] = SimpleQueue()
         for handler in handlers:
             self._free.put(handler)
@@ -33,7 +34,8 @@ class InProcessEngine:
             try:
                 waiting = {client: pool.submit(self._call, client, message) for client, message in messages.items()}
                 return {client: future.result() for client, future in waiting.items()}
-            except BaseException:  # interrupted: do not start the clients still waiting
+            except BaseException:  # do not start the clients still waiting
+                self._interrupted()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 

@@ -1,6 +1,7 @@
 """The client's half of a round: message in, training, message out. Bytes are all that crosses."""
 
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from nestling.codec.message import decode, encode, peek, state_digest
 from nestling.config.schema import LocalConfig
 from nestling.core.vectors import Vector
 from nestling.federation.agreement import EVERYONE, Agreement
+from nestling.federation.interrupt import Until
 from nestling.federation.local import Batches, ClientState, Declined, train_by_rule
 from nestling.strategies import fedala
 
@@ -23,7 +25,8 @@ class Worker:
     """One copy of the model's moving parts, which serves one client after another; nothing of a client stays in it.
 
     `kept` is what each client keeps between rounds: all workers share one dict, for a client may meet another worker in
-    the next round. Where an adapter has a part that never travels, `fresh` is that part before training.
+    the next round. Where an adapter has a part that never travels, `fresh` is that part before training. Once `stop` is
+    set, also shared, training ends at its next batch and the client declines.
     """
 
     model: nn.Module
@@ -35,6 +38,7 @@ class Worker:
     rounds: int
     fresh: Vector | None = None
     kept: dict[int, ClientState] = field(default_factory=dict)
+    stop: Event = field(default_factory=Event)
 
     def load(self, state: Vector, client: int | None) -> None:
         """Set the model to `state` as `client` sees it: with its own part that never travels, and with FedALA blended
@@ -63,7 +67,7 @@ class Worker:
         self._place(start, memory)
         done = self.local.epochs * (round - 1)
         kept = train_by_rule(
-            self.model, self.adapter, self.task, self.local, memory, client=client, seed=self.seed,
+            self.model, self.adapter, Until(self.task, self.stop), self.local, memory, client=client, seed=self.seed,
             epochs=range(done, done + self.local.epochs), of=self.local.epochs * self.rounds,
         )  # fmt: skip
         if self.fresh is not None:

@@ -1,6 +1,6 @@
 """The heart: a federated run, round by round.
 
-    broadcast the state → clients train on their own data → judge the replies → average them → evaluate
+    broadcast the state → clients train on their own data → judge the replies → cut outliers → average → evaluate
 
 What travels is bytes, both ways; whose bytes they are and what is done with them is decided in the four calls below.
 """
@@ -17,9 +17,11 @@ from nestling.federation.server import Reply, Server
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round. `used` is False if it was abandoned and the state stayed as it was.
+    """What happened in one round. `used` is False if it was abandoned and the state stayed as it was; `abandoned`
+    counts the rounds in a row of which that is true, this one included.
 
-    `state` is what was judged: the server's state as clients would receive it next (`Server.received`).
+    `bounded` are the accepted clients whose reply was an outlier and was cut down. `state` is what was judged: the
+    server's state as clients would receive it next (`Server.received`).
     """
 
     number: int
@@ -27,7 +29,9 @@ class Round:
     replies: dict[int, bytes | Failure] = field(repr=False)
     accepted: list[Reply] = field(repr=False)
     refused: dict[int, Failure]
+    bounded: list[int]
     used: bool
+    abandoned: int
     state: Vector = field(repr=False)
     accuracy: float
 
@@ -52,6 +56,8 @@ def run_rounds(
     per_round: int,
     patience: int,
     seed: int,
+    first: int = 1,
+    abandoned: int = 0,
 ) -> Iterator[Round]:
     """Yield every round as it ends.
 
@@ -62,20 +68,21 @@ def run_rounds(
         evaluate: accuracy of a state on held-out data.
         per_round: how many clients to ask; 0 for all.
         patience: abandoned rounds in a row after which `RunError` (exit code 7) is raised.
+        first, abandoned: where a resumed run goes on, and how many rounds in a row were abandoned just before.
     """
-    abandoned = 0
-    for number in range(1, rounds + 1):
+    for number in range(first, rounds + 1):
         asked = cohort(clients, count=per_round, seed=seed, round=number)
         message = server.broadcast(number)
         answers = engine.exchange(dict.fromkeys(asked, message))
         silent = Failure("no_reply", "did not answer in time")
         replies = {client: answers.get(client, silent) for client in asked}
         accepted, refused = server.judge(number, replies)
+        accepted, bounded = server.bound(accepted)
         used = server.update(accepted)
         state = server.received
-        yield Round(number, message, replies, accepted, refused, used, state, evaluate(state))
-
         abandoned = 0 if used else abandoned + 1
+        yield Round(number, message, replies, accepted, refused, bounded, used, abandoned, state, evaluate(state))
+
         if abandoned >= patience:
             reasons = "; ".join(sorted({f.detail for f in refused.values()})[:2]) or "the mean was out of bounds"
             raise RunError(

@@ -141,6 +141,22 @@ def entries(rows: Mapping[str, list[Recall]]) -> dict[str, list[dict[str, Any]]]
     }
 
 
+def from_entries(rows: Mapping[str, list[dict[str, Any]]]) -> Rows:
+    """What `entries` was made from.
+
+    >>> row = Recall(0, "mk", 3, 1, 2, 0.5, {0.1: (1, 3)}, [True, False, False], [True, True, False])
+    >>> from_entries(entries({"trained": [row]})) == {"trained": [row]}
+    True
+    """
+
+    def recall(entry: dict[str, Any]) -> Recall:
+        texts = {key: [sign == "1" for sign in entry[key]] for key in ("hits", "choices")}
+        depths = {float(depth): (right, count) for depth, (right, count) in entry["by_depth"].items()}
+        return Recall(**(entry | texts | {"by_depth": depths}))
+
+    return {name: [recall(entry) for entry in row] for name, row in rows.items()}
+
+
 def gains(rows: Mapping[str, list[Recall]]) -> dict[str, list[float]]:
     """What the memory adds, memory on − memory off over the same items: mean and ends of the 95 % interval of exact
     answers (`exact`) and of right choices among four (`choice`). Empty where there is no memory to turn off."""

@@ -4,16 +4,15 @@ Both train the same adapter with the same optimiser for as many epochs as the fe
 for a local rule is about what the server sends.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
-from nestling.federation.local import Batches, Declined, train_local
+from nestling.federation.interrupt import Until
+from nestling.federation.local import Declined, train_local
 from nestling.federation.pool import side_by_side
 
 Judgement = TypeVar("Judgement")
@@ -70,7 +69,7 @@ def train_apart(
         worker.load(start, None)
         try:
             train_local(
-                worker.model, worker.adapter, _Until(worker.task, stop), worker.local,
+                worker.model, worker.adapter, Until(worker.task, stop), worker.local,
                 client=client, seed=worker.seed, epochs=range(epochs), of=epochs,
             )  # fmt: skip
             return judge(worker, client)
@@ -84,23 +83,3 @@ def train_apart(
     order = [None, *clients]
     judged = side_by_side(workers, alone, order, interrupted=stop.set)
     return {client: judgement for client, judgement in zip(order, judged, strict=True) if judgement is not None}
-
-
-@dataclass(frozen=True)
-class _Until:
-    """A task that gives no further batch once the run is interrupted, so that Ctrl-C need not wait for all epochs."""
-
-    task: Batches
-    stop: Event
-
-    def examples(self, client: int | None) -> int:
-        return self.task.examples(client)
-
-    def batches(self, client: int | None, *, size: int, seed: int, epoch: int) -> Iterator[Any]:
-        for batch in self.task.batches(client, size=size, seed=seed, epoch=epoch):
-            if self.stop.is_set():
-                raise Declined("stopped", "was interrupted")
-            yield batch
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.task.loss(model, batch)

@@ -1,11 +1,14 @@
-"""The server's half of a round: broadcast the state, judge every reply, average those that pass, step by the rule.
+"""The server's half of a round: broadcast the state, judge replies, bring those that pass together, step by the rule.
+
+    reject what is no reply of this round    →    cut outliers    →    mean, or a robust rule    →    step by the rule
 
 A reply is judged before it touches the state, and a bad one costs only itself: it is dropped under a stable code and
-the round goes on.
+the round goes on. Cutting costs honest clients nothing as long as `outlier` is well above their spread, and bounds what
+one client can do to a mean of n: it counts for at most `outlier` usual ones, and pulls at most `outlier` times as hard.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,12 +16,14 @@ from nestling.codec.codecs import decode_body, encode_body
 from nestling.codec.message import decode, encode, message_key, state_digest
 from nestling.config.schema import ServerConfig
 from nestling.core.errors import WireError
+from nestling.core.seeds import Stream
 from nestling.core.types import Failure
 from nestling.core.vectors import Vector
 from nestling.federation.agreement import EVERYONE, Agreement
 from nestling.strategies.diloco import nesterov
 from nestling.strategies.fedavg import fraction_bits, weighted_mean
 from nestling.strategies.fedopt import adaptive
+from nestling.strategies.robust import aggregate, bounded_norms, fewest_replies
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,28 @@ class Server:
     Args:
         state: float32[layout.size] to begin with.
         total_weight: the largest sum of weights that honest replies of one round reach, for the fixed-point sum.
+        asked: how many clients a round asks; only a robust rule needs to know.
+
+    Raises `ConfigError` if a robust rule could not withstand the share of hostile clients among so many.
     """
 
-    def __init__(self, state: Vector, agreement: Agreement, config: ServerConfig, *, total_weight: int) -> None:
+    def __init__(
+        self, state: Vector, agreement: Agreement, config: ServerConfig, *, total_weight: int, asked: int = 0
+    ) -> None:
         self.state = state
         self.memory: dict[str, np.ndarray] = {}
         self._agreement, self._config = agreement, config
         self._sent, self._round = state, 0
+        self._asked, self._fewest = asked, config.min_replies
+        if config.aggregate != "mean":
+            needed = fewest_replies(config.aggregate, hostile_share=config.hostile_share, asked=asked)
+            self._fewest = max(self._fewest, needed)
         self._total_weight = total_weight
         self._bits = fraction_bits(total_weight=total_weight, max_abs=config.max_abs)
+
+    def restore(self, state: Vector, memory: Mapping[str, np.ndarray], *, round: int) -> None:
+        """Go on after `round` with this state and memory."""
+        self.state, self.memory, self._sent, self._round = state, dict(memory), state, round
 
     def broadcast(self, round: int) -> bytes:
         """The message that starts a round, the same bytes for every client."""
@@ -87,15 +105,33 @@ class Server:
             accepted.append(Reply(client, vector, state, weight))
         return accepted, refused
 
+    def bound(self, accepted: list[Reply]) -> tuple[list[Reply], list[int]]:
+        """The replies with outliers cut down, and which clients' they were: the length of what a client would change,
+        and its number of examples, to `outlier` times the round's median."""
+        times = self._config.outlier
+        if not times or not accepted:
+            return accepted, []
+        is_difference = self._agreement.codec.send == "delta"
+        vectors = np.stack([r.vector if is_difference else r.vector - self._sent for r in accepted])
+        vectors, rows = bounded_norms(vectors, times=times)
+        most = max(1, int(times * float(np.median([r.weight for r in accepted]))))
+        bounded, cut = list(accepted), list[int]()
+        for row, reply in enumerate(accepted):
+            if row in rows:
+                state = self._sent + vectors[row]
+                bounded[row] = replace(reply, vector=vectors[row] if is_difference else state, state=state)
+            if reply.weight > most:
+                bounded[row] = replace(bounded[row], weight=most)
+            if bounded[row] is not reply:
+                cut.append(reply.client)
+        return bounded, cut
+
     def update(self, accepted: list[Reply]) -> bool:
-        """Average the replies and take the rule's step; False, and state and memory as they were, if there are too few
-        of them or clients would refuse the state it leads to."""
-        if len(accepted) < self._config.min_replies:
+        """Bring the replies together and take the rule's step; False, and state and memory as they were, if there are
+        too few of them or clients would refuse the state it leads to."""
+        if len(accepted) < self._fewest:
             return False
-        # Clients that claim too many items would overflow the fixed-point sum: it gives up that many fraction bits.
-        claimed = sum(r.weight for r in accepted)
-        bits = self._bits - (claimed // (self._total_weight + 1)).bit_length()
-        mean = weighted_mean([r.vector for r in accepted], [r.weight for r in accepted], bits=bits)
+        mean = self._together(accepted)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not taken
             mean = self.state + mean if self._agreement.codec.send == "delta" else mean
             state, memory = self._step(mean)
@@ -106,6 +142,19 @@ class Server:
             return False
         self.state, self.memory = state, memory
         return True
+
+    def _together(self, accepted: list[Reply]) -> Vector:
+        """The mean of the replies, or what a robust rule has in its place."""
+        c, weights = self._config, [r.weight for r in accepted]
+        if c.aggregate == "mean":
+            # Clients that claim too many items would overflow the fixed-point sum: it gives up that many fraction bits.
+            bits = self._bits - (sum(weights) // (self._total_weight + 1)).bit_length()
+            return weighted_mean([r.vector for r in accepted], weights, bits=bits)
+        stream = Stream(int.from_bytes(self._agreement.context()[:8], "little"), "buckets", str(self._round))
+        return aggregate(
+            np.stack([r.vector for r in accepted]), weights, c.aggregate, hostile_share=c.hostile_share,
+            order=stream.permutation(len(accepted)), asked=self._asked,
+        )  # fmt: skip
 
     def _step(self, mean: Vector) -> tuple[Vector, dict[str, np.ndarray]]:
         """The next state and the rule's memory, given the mean that FedAvg would take."""

@@ -193,6 +193,14 @@ class LineFile:
                 os.ftruncate(self._handle, size)
             raise storage_error(self.path, len(data), error) from error
 
+    def sync(self) -> None:
+        """Wait until the disk has all lines. Raises `StorageError`."""
+        assert self._handle is not None, "closed"
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise storage_error(self.path, 0, error) from error
+
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
         if self._handle is not None:

@@ -103,6 +103,24 @@ def create(out: Path, name: str, digest: str, *, now: datetime | None = None) ->
     return folder
 
 
+def reopen(path: Path) -> RunFolder:
+    """Lock the folder of an earlier run, to go on writing in it, and clear away what a killed process half wrote.
+
+    Raises `ConfigError` if `path` is no run folder or cannot be written, `RunError` (exit code 6) if a process is at
+    work in it.
+    """
+    read_status(path)
+    try:
+        folder = RunFolder(path, _take_lock(path))
+    except OSError as error:
+        raise _place_error(path, error) from error
+    for place in (path, *(p for p in path.iterdir() if p.is_dir() and not p.is_symlink())):
+        for leftover in place.glob(".*.tmp.*"):
+            with suppress(OSError):
+                leftover.unlink()
+    return folder
+
+
 def _new_folder(out: Path, stem: str) -> Path:
     for attempt in range(1, 1000):
         path = out / (stem if attempt == 1 else f"{stem}-{attempt}")

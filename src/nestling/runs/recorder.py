@@ -139,7 +139,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
     elif kind in (float, float | None) and type(value) in (int, float) and math.isfinite(value):
         value = number = float(value)
     elif name in _OF_NEEDLES and isinstance(value, dict):
-        if all(map(_is_row if name == "recalls" else _is_gain, value.values())):
+        if all(map(is_row if name == "recalls" else _is_gain, value.values())):
             return value
         raise WireError("fields", f"has an unusable value for {name}", where=where)
     elif name == "rejected" and isinstance(value, dict) and all(type(n) is int and n >= 0 for n in value.values()):
@@ -151,7 +151,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
     return value
 
 
-def _is_row(value: Any) -> bool:
+def is_row(value: Any) -> bool:
     """Whether it is what one row says of each client."""
     return isinstance(value, list) and bool(value) and all(map(_is_recall, value))
 
@@ -221,6 +221,25 @@ class Recorder:
         folder.write("env.json", to_json(describe(), indent=2).encode())
         return cls(folder)
 
+    @classmethod
+    def resume(cls, folder: RunFolder, *, rounds: int) -> "Recorder":
+        """Go on with the record of a run of which so many rounds are kept: rows of later ones are cut off."""
+        total = 0
+        for name in ("metrics.jsonl", "bytes.jsonl"):
+            path, kept, cut = folder.path / name, list[bytes](), False
+            for number, line in enumerate(read_lines(path) if os.path.lexists(path) else (), 1):
+                row = row_of(line, f"{printable(str(path))}, line {number}")
+                if row["round"] > rounds:
+                    cut = True
+                else:
+                    kept.append(line + b"\n")
+                    total = row.get("bytes_total", total)
+            if cut:
+                folder.write(name, b"".join(kept))
+        recorder = cls(folder)
+        recorder._total = total
+        return recorder
+
     def message(
         self,
         message: bytes,
@@ -255,6 +274,8 @@ class Recorder:
         self._total += up + down
         row = {"round": number, **values, "bytes_up": up, "bytes_down": down, "bytes_total": self._total}
         self._metrics.append(to_json(_plain(row)))
+        for file in (self._bytes, self._metrics):  # a checkpoint of this round may be written next
+            file.sync()
         self._sent = {"up": 0, "down": 0}
         for direction, message in self._last.items():
             self.folder.write(f"messages/last-{direction}.msg", message)

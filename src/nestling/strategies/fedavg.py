@@ -36,6 +36,45 @@ def fraction_bits(*, total_weight: int, max_abs: float) -> int:
     return bits
 
 
+class RunningMean:
+    """Σ n_k x_k / Σ n_k over replies that come one by one: fixed point with `bits` fraction bits, 24 bytes a number.
+
+    Args:
+        size: n, the length of every vector.
+        bits: from `fraction_bits`, for the sum of all weights that will be added; a larger sum would overflow.
+
+    >>> mean = RunningMean(2, bits=36)
+    >>> mean.add(np.float32([1, 2]), 1)
+    >>> mean.add(np.float32([3, 6]), 3)
+    >>> mean.weight, mean.mean()
+    (4, array([2.5, 5. ], dtype=float32))
+    """
+
+    def __init__(self, size: int, bits: int) -> None:
+        self.weight = 0
+        self._scale = 2.0**bits
+        self._total = np.zeros(size, np.int64)
+        self._wide, self._fixed = np.empty(size), np.empty(size, np.int64)  # of the reply being added
+
+    def add(self, vector: Vector, weight: int) -> None:
+        """Count `vector`, float32[n], finite and within the bound that `bits` was made for, `weight` ≥ 1 times."""
+        total, wide, fixed = self._total, self._wide, self._fixed
+        assert vector.shape == total.shape  # one number would spread over all
+        wide[:] = vector
+        np.multiply(wide, self._scale, wide)
+        np.rint(wide, wide)
+        fixed[:] = wide
+        np.multiply(fixed, weight, fixed)
+        np.add(total, fixed, total)
+        self.weight += weight
+
+    def mean(self) -> Vector:
+        """The mean of what was added so far, float32[n], independent of the order. Something must have been added."""
+        assert self.weight > 0
+        # One rounding to float64 (53 bits), one division, one rounding to float32.
+        return (self._total.astype(np.float64) / (float(self.weight) * self._scale)).astype(np.float32)
+
+
 def weighted_mean(vectors: Sequence[Vector], weights: Sequence[int], *, bits: int) -> Vector:
     """Σ n_k x_k / Σ n_k in fixed point with `bits` fraction bits; float32[n], independent of the order of the replies.
 
@@ -47,8 +86,7 @@ def weighted_mean(vectors: Sequence[Vector], weights: Sequence[int], *, bits: in
     >>> weighted_mean([np.float32([1, 2]), np.float32([3, 6])], [1, 3], bits=36)
     array([2.5, 5. ], dtype=float32)
     """
-    total = np.zeros(vectors[0].shape, np.int64)
+    mean = RunningMean(vectors[0].size, bits)
     for vector, weight in zip(vectors, weights, strict=True):
-        total += np.rint(vector.astype(np.float64) * 2.0**bits).astype(np.int64) * weight
-    # One rounding to float64 (53 bits), one division, one rounding to float32.
-    return (total.astype(np.float64) / (float(sum(weights)) * 2.0**bits)).astype(np.float32)
+        mean.add(vector, weight)
+    return mean.mean()

@@ -1,0 +1,84 @@
+"""The server's settings: who takes part in a round, how replies are brought together, what is made of that."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nestling.config.checks import at_least, is_count, is_one_of
+from nestling.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Who takes part in a round, how replies are weighed, and how their mean becomes the next state."""
+
+    clients_per_round: int = 0
+    """How many clients a round asks, drawn by the seed; 0: all of them."""
+    weighting: Literal["examples", "uniform"] = "examples"
+    min_replies: int = 1
+    """A round with fewer usable replies is abandoned: the state stays as it was."""
+    patience: int = 3
+    """After this many abandoned rounds in a row the run stops (exit code 7)."""
+    max_abs: float = 1e4
+    """A reply with a larger number than this is rejected."""
+    outlier: float = 10.0
+    """A change longer than so many times the round's median, or a number of examples, is cut down to it; 0: none is."""
+    aggregate: Literal["mean", "median", "trimmed", "krum", "rfa", "clipping"] = "mean"
+    """How replies are brought together. The others withstand hostile clients: median or trimmed mean of each number,
+    multi-Krum, the geometric median (RFA), centred clipping with buckets."""
+    hostile_share: float = 0.2
+    """Of aggregates other than mean: the share of clients that may be hostile."""
+    rule: Literal["mean", "nesterov", "adam", "yogi"] = "mean"
+    """The next state. mean: the mean of the replies. The others are an optimiser's step towards it: nesterov (DiLoCo),
+    adam and yogi (FedOpt)."""
+    lr: float = 0.0
+    """Of nesterov, adam and yogi; 0: the rule's own, 0.7 for nesterov, 0.01 for adam and yogi. mean has none."""
+    momentum: float = 0.9
+    """Of nesterov."""
+    beta1: float = 0.9
+    """Of adam and yogi: how much of the mean change is kept from round to round."""
+    beta2: float = 0.99
+    """Of adam and yogi: how much of the mean squared change is kept."""
+    tau: float = 1e-3
+    """Of adam and yogi: changes well below it are not scaled up."""
+
+    def __post_init__(self) -> None:
+        is_count("server.clients_per_round", self.clients_per_round, 0)
+        is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
+        is_count("server.min_replies", self.min_replies, 1)
+        is_count("server.patience", self.patience, 1)
+        at_least("server.max_abs", self.max_abs, 1)
+        is_one_of("server.rule", self.rule, ("mean", "nesterov", "adam", "yogi"))
+        at_least("server.outlier", self.outlier, 0)
+        if 0 < self.outlier < 1:
+            raise ConfigError("would cut most replies", where="server.outlier", remedy="Give 1 or more, or 0 for none.")
+        is_one_of("server.aggregate", self.aggregate, ("mean", "median", "trimmed", "krum", "rfa", "clipping"))
+        at_least("server.hostile_share", self.hostile_share, 0)
+        if self.hostile_share >= 0.5:
+            raise ConfigError(
+                f"{self.hostile_share} is not allowed",
+                where="server.hostile_share",
+                remedy="Give less than 0.5: no rule withstands a half.",
+            )
+        if self.aggregate not in ("mean", "rfa") and self.weighting == "examples":
+            raise ConfigError(
+                f"{self.aggregate} counts every client alike, whatever number of examples it claims",
+                where="server.aggregate",
+                remedy='Set server.weighting = "uniform".',
+            )
+        at_least("server.lr", self.lr, 0)
+        at_least("server.tau", self.tau, 0, strict=True)
+        for name in ("momentum", "beta1", "beta2"):
+            at_least(f"server.{name}", getattr(self, name), 0)
+            if getattr(self, name) >= 1:
+                raise ConfigError(
+                    f"{getattr(self, name)} is not allowed", where=f"server.{name}", remedy="Give less than 1."
+                )
+
+    @property
+    def rate(self) -> float:
+        """`lr`, or what the rule takes where that is 0.
+
+        >>> ServerConfig(rule="adam").rate, ServerConfig(rule="adam", lr=0.1).rate
+        (0.01, 0.1)
+        """
+        return self.lr or (0.7 if self.rule == "nesterov" else 0.01)

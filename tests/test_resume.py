@@ -1,0 +1,334 @@
+"""A run that was cut short and resumed ends as one that never was: state, messages and record, to the bit."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from small import config, images, needle_config, toml
+
+import nestling.adapters.store
+import nestling.api
+import nestling.resume
+from nestling.api import resume, run
+from nestling.config.schema import FullConfig, RunConfig
+from nestling.core.errors import ConfigError, ContextError, RunError, WireError
+from nestling.core.types import Progress
+from nestling.federation.reference import References
+from nestling.models.backbones import base_bytes
+from nestling.models.resnet import make_resnet
+from nestling.runs.checkpoint import Checkpoint, CheckpointWarning, newest_checkpoint
+from nestling.runs.folder import read_status, reopen
+from nestling.runs.recorder import Recorder, Result, read_rows
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "nesterov": {"server.rule": "nesterov"},
+    "adam": {"server.rule": "adam", "server.clients_per_round": 2},
+    "optimizer": {"local.keep_optimizer": True},
+    "ala": {"local.rule": "ala"},
+    "ssi": {"local.rule": "ssi"},
+    "feedback": {"codec.kind": "topk", "codec.share": 0.2, "codec.feedback": True},
+    "stochastic": {"codec.bits": 4, "codec.rounding": "stochastic"},
+    "powersgd": {"adapter": FullConfig(targets=("*conv*",)), "codec.kind": "powersgd", "codec.rank": 1},
+}
+"""Whatever keeps something between rounds."""
+
+KEEPS = {"nesterov": "server", "adam": "server", "optimizer": "clients", "ala": "clients", "ssi": "clients"}
+KEEPS |= {"feedback": "clients", "powersgd": "clients"}
+
+
+def settings(name: str, out: Path, *, rounds: int = 4) -> RunConfig:
+    made = config(out, rounds=rounds)
+    for key, value in SETTINGS[name].items():
+        table, _, entry = key.partition(".")
+        made = dataclasses.replace(
+            made, **{table: dataclasses.replace(getattr(made, table), **{entry: value}) if entry else value}
+        )
+    return made
+
+
+def stop_after(number: int):
+    """A progress function that interrupts the run once round `number` is over."""
+
+    def progress(step: Progress) -> None:
+        if step.round == number:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def interrupted(made: RunConfig, after: int, **options: object) -> Path:
+    with pytest.raises(KeyboardInterrupt):
+        run(made, progress=stop_after(after), **options)
+    (path,) = Path(made.machine.out).iterdir()
+    assert read_status(path) == "stopped"
+    return path
+
+
+@cache
+def whole(name: str) -> tuple[Result, list, str]:
+    from tempfile import mkdtemp
+
+    result = run(settings(name, Path(mkdtemp(prefix="nestling-tests-"))))
+    return result, *record(Path(result.run_dir))
+
+
+def record(path: Path) -> tuple[list, str]:
+    """The rows of rounds without their times, and those of messages."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_rows(path / "metrics.jsonl")]
+    return rows, (path / "bytes.jsonl").read_text()
+
+
+def agrees(result: Result, other: Result) -> bool:
+    own = {"seconds", "seconds_references", "run_dir", "name"}
+    a, b = result.to_dict(), other.to_dict()
+    return {k: v for k, v in a.items() if k not in own} == {k: v for k, v in b.items() if k not in own}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cat_054_a_resumed_run_is_the_run_to_the_bit(name: str, tmp_path: Path) -> None:
+    path = interrupted(settings(name, tmp_path), 2)
+    result = resume(path)
+    expected, rows, messages = whole(name)
+    assert agrees(result, expected)
+    assert record(path) == (rows, messages)
+    assert read_status(path) == "done"
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_cat_061_what_is_kept_is_needed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = interrupted(settings(name, tmp_path), 2)
+
+    def without(folder: Path) -> Checkpoint:
+        found = newest_checkpoint(folder)
+        assert found is not None
+        assert getattr(found, KEEPS[name])
+        return dataclasses.replace(found, **{KEEPS[name]: {}})
+
+    monkeypatch.setattr("nestling.api.newest_checkpoint", without)
+    assert resume(path).state_digest != whole(name)[0].state_digest
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Recorder, "message", 11),
+        (Recorder, "round", 3),
+        (nestling.adapters.store, "write_atomic", 8),
+        (nestling.api, "write_checkpoint", 3),
+    ],
+)
+def test_cat_054_killed_between_two_files_of_a_round(
+    owner: object, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = getattr(owner, name), []
+
+    def killed(*args: object, **named: object) -> object:
+        calls.append(name)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return original(*args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings("plain", tmp_path))
+    (path,) = tmp_path.iterdir()
+    assert len(read_rows(path / "metrics.jsonl")) in (1, 2, 3)
+    result = resume(path)
+    expected, rows, messages = whole("plain")
+    assert agrees(result, expected)
+    assert record(path) == (rows, messages)
+
+
+def test_a_run_ended_before_its_first_round_begins_with_it_and_says_so(tmp_path: Path) -> None:
+    def at_once(step: Progress) -> None:
+        if step.step == "federating":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings("plain", tmp_path), progress=at_once)
+    (path,) = tmp_path.iterdir()
+    assert agrees(resume(path), whole("plain")[0])
+    assert "resumed after round 0" in (path / "log.txt").read_text()
+
+
+def test_cat_058_twice_in_a_row_and_after_the_end(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 1)
+    with pytest.raises(KeyboardInterrupt):
+        resume(path, progress=stop_after(3))
+    result = resume(path)
+    assert agrees(result, whole("plain")[0])
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    assert resume(path) == result
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+
+
+def test_after_the_last_round_only_the_result_is_missing(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 4)
+    result = resume(path)
+    assert agrees(result, whole("plain")[0])
+    assert result.averaging_error is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("lr = 0.03", "lr = 0.02", "local.lr was 0.03 and is 0.02"),
+        ("seed = 0", "seed = 1", "seed was 0 and is 1"),
+        ("rounds = 4", "rounds = 5", "rounds was 4 and is 5"),
+        ("clients = 3", "clients = 2", "task.clients was 3 and is 2"),
+    ],
+)
+def test_cat_059_changed_settings_are_named(old: str, new: str, named: str, tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 1)
+    text = (path / "config.toml").read_text()
+    assert old in text
+    (path / "config.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=named):
+        resume(path)
+    (path / "config.toml").write_text(text)  # put back, as advised
+    assert agrees(resume(path), whole("plain")[0])
+
+
+def test_cat_060_other_workers_change_nothing(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 2)
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(text.replace("workers = 1", "workers = 3"))
+    assert agrees(resume(path), whole("plain")[0])
+
+
+def test_cat_059_another_base_is_refused(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 1)
+    base = path / "base.safetensors"
+    data = bytearray(base.read_bytes())
+    data[-1] ^= 1
+    base.write_bytes(data)
+    with pytest.raises(WireError, match="not those that were saved"):
+        resume(path)
+    base.write_bytes(base_bytes(make_resnet("resnet8", width=8, channels=1, classes=10, seed=5)))
+    with pytest.raises(ContextError, match="base was") as error:
+        resume(path)
+    assert error.value.exit_code == 3
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="not a run folder"):
+            resume(path)
+
+
+def test_cat_067_a_second_process_is_kept_out(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 1)
+    with reopen(path), pytest.raises(RunError, match="in use") as error:
+        resume(path)
+    assert error.value.exit_code == 6
+    assert agrees(resume(path), whole("plain")[0])
+
+
+def test_cat_069_a_damaged_checkpoint_means_the_one_before(tmp_path: Path) -> None:
+    path = interrupted(settings("nesterov", tmp_path), 3)
+    newest = max((path / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-3])
+    with pytest.warns(CheckpointWarning, match="round 2 is used"):
+        result = resume(path)
+    expected, rows, messages = whole("nesterov")
+    assert agrees(result, expected)
+    assert record(path) == (rows, messages)
+
+
+def test_cat_069_without_a_whole_checkpoint_nothing_is_overwritten(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 2)
+    for file in (path / "checkpoints").iterdir():
+        file.write_bytes(b"")
+    before = record(path)
+    with pytest.raises(WireError, match="no checkpoint that is whole"):
+        resume(path)
+    assert record(path) == before
+    reopen(path).close()  # it is not locked
+
+
+def test_the_rows_to_compare_with_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = settings("plain", tmp_path)
+    made = dataclasses.replace(made, machine=dataclasses.replace(made.machine, references=True))
+    path = interrupted(made, 1)
+    monkeypatch.setattr("nestling.api.train_references", lambda *a, **k: pytest.fail("trained again"))
+    result = resume(path)
+    assert result.accuracy_local_only is not None
+    assert result.seconds_references is not None
+    given = References(0.25, float("nan"))
+    other = interrupted(settings("plain", tmp_path / "given"), 1, references=given)
+    assert (resume(other).accuracy_local_only, resume(other).accuracy_centralised) == (0.25, None)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"local_only": "x", "centralised": 0, "seconds": 1, "recalls": {}}'])
+def test_damaged_references_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "references.json").write_text(text)
+    with pytest.raises(WireError, match="damaged"):
+        nestling.resume.read_references(tmp_path)
+
+
+def test_a_run_out_of_patience_is_given_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(self: object, client: int, message: bytes) -> bytes:
+        raise RuntimeError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nestling.federation.client.Worker.handle", absent)
+        with pytest.raises(RunError, match="rounds in a row"):
+            run(settings("plain", tmp_path, rounds=6))
+    (path,) = tmp_path.iterdir()
+    assert read_status(path) == "failed"
+    result = resume(path)
+    assert [row["used"] for row in read_rows(path / "metrics.jsonl")] == [False] * 3 + [True] * 3
+    assert result.rejected == {"client_error": 9}
+
+
+def test_a_needle_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    made = needle_config(tmp_path / "whole", references=True)
+    expected = run(made)
+    cut = dataclasses.replace(made, machine=dataclasses.replace(made.machine, out=str(tmp_path / "cut")))
+    result = resume(interrupted(cut, 1))
+    assert agrees(result, expected)
+
+
+@pytest.mark.slow
+def test_cat_054_kill_9_at_any_instant(tmp_path: Path) -> None:
+    """A few of the instants; `benchmarks/kills.py` tries a hundred."""
+    out = tmp_path / "runs"
+    file = tmp_path / "small.toml"
+    file.write_text(toml(out, data=images()).replace("rounds = 2", "rounds = 4"))
+    command = [sys.executable, "-m", "nestling"]
+    process = subprocess.Popen([*command, "run", str(file), "--machine.no-references"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(b"round=2"):
+            process.kill()
+            break
+    process.wait()
+    (path,) = out.iterdir()
+    done = subprocess.run([*command, "resume", str(path), "--json"], stdout=subprocess.PIPE, check=True)
+    assert json.loads(done.stdout)["state_digest"] == whole("plain")[0].state_digest
+    assert record(path) == whole("plain")[1:]
+
+
+def test_cat_057_a_terminated_run_exits_143_and_can_be_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(toml(tmp_path / "runs").replace("rounds = 2", "rounds = 100000"))
+    command = [sys.executable, "-m", "nestling", "run", str(file), "--machine.no-references"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("round=1"):
+                break
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (143, "nestling: terminated\n")
+    (path,) = (tmp_path / "runs").iterdir()
+    assert read_status(path) == "stopped"
+    assert newest_checkpoint(path) is not None
