@@ -18,7 +18,7 @@ help:
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[digits,llm,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[digits,llm,dp,dev]'
 	@touch $@
 
 demo: .venv/ready
@@ -30,7 +30,7 @@ memory: .venv/ready
 
 test: lint
 	$(BIN)/nestling fetch smollm2-135m
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check

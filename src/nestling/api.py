@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +34,16 @@ from nestling.report.plots import accuracy_against_bytes
 from nestling.resume import Tally, read_references, restore, snapshot, with_own_base, write_references
 from nestling.runs.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
 from nestling.runs.folder import RunFolder, create, read_status, reopen
+from nestling.runs.ledger import Ledger
 from nestling.runs.recorder import Recorder, Result, read_result
+from nestling.strategies.privacy import epsilon, spent
 from nestling.tasks.data import TITLES
 from nestling.tasks.images import ImageTask
 from nestling.tasks.recall import NeedleTask, Recall
+
+FEW_CLIENTS = 100
+LOGGED = 10
+"""Refused replies of a round that are told in full."""
 
 
 def run(
@@ -166,6 +173,12 @@ def _run(
     worker, start = parts.workers[0], parts.server.state
     if found is not None:
         tally = restore(config, parts, found)
+    if config.privacy.noise:
+        planned = planned_epsilon(config)
+        recorder.log(
+            f"private: epsilon {planned:.4g} at delta {config.privacy.delta:g} planned for {config.rounds} rounds"
+        )
+        parts.server.ledger = Ledger(folder.path)
     references, reference_seconds = _references(config, parts, folder, start, tell)
 
     tell("federating")
@@ -227,6 +240,7 @@ def _run(
         model_parameters=sum(p.numel() for p in parts.base.parameters()),
         rejected=tally.refusals,
         settings=settings_digest(config),
+        **_spent(config, parts),
         **_of_task(config, parts, start=start, last=last, accuracy=tally.accuracy, rows=rows),
     )
     recorder.finish(result)
@@ -249,6 +263,32 @@ def settings_digest(config: RunConfig) -> str:
     if shared["adapter"].get("seed") == config.seed:
         shared["adapter"]["seed"] = None
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
+
+
+class PrivacyWarning(UserWarning):
+    """Noise for few clients: the guarantee holds, and little is left of what they learn."""
+
+
+def planned_epsilon(config: RunConfig) -> float:
+    """What the run will have spent if no round is repeated; asked before the first, so that nothing lacks later."""
+    asked = config.server.clients_per_round or config.task.clients
+    if asked < FEW_CLIENTS:
+        warnings.warn(
+            f"privacy for {asked} clients a round: the noise on their mean is {config.privacy.noise / asked:.2g} of a "
+            "clip in every number; client-level privacy is meant for hundreds and more",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+    return epsilon(config.privacy.noise, config.rounds, config.privacy.delta)
+
+
+def _spent(config: RunConfig, parts: Parts) -> dict[str, float]:
+    ledger = parts.server.ledger
+    if ledger is None:
+        return {}
+    ledger.close()
+    charged = spent([charge.mechanism for charge in ledger.charges], config.privacy.delta)
+    return {"epsilon": charged, "delta": config.privacy.delta}
 
 
 def _references(
@@ -322,8 +362,11 @@ def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *,
                 reply, round=done.number, direction="up", client=client, codec=config.codec.up, payload_bytes=up,
                 accepted=refusal is None, reason=refusal.code if refusal else "",
             )  # fmt: skip
-        if refusal:
-            recorder.log(f"round {done.number}: dropped [{refusal.code}] {refusal.detail}\n{refusal.trace}".rstrip())
+    for refusal in list(done.refused.values())[:LOGGED]:
+        recorder.log(f"round {done.number}: dropped [{refusal.code}] {refusal.detail}\n{refusal.trace}".rstrip())
+    if len(done.refused) > LOGGED:
+        counts = Counter(refusal.code for refusal in done.refused.values()).most_common()
+        recorder.log(f"round {done.number}: {len(done.refused)} dropped in all, {counts}")
     if done.bounded:
         recorder.log(f"round {done.number}: cut down to server.outlier times the median: clients {done.bounded}")
     recorder.round(

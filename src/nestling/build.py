@@ -120,7 +120,9 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     ]
     total = examples if config.server.weighting == "examples" else config.task.clients
     asked = config.server.clients_per_round or config.task.clients
-    server = Server(adapters[0].vector(), agreement, config.server, total_weight=total, asked=asked)
+    server = Server(
+        adapters[0].vector(), agreement, config.server, total_weight=total, asked=asked, privacy=config.privacy
+    )
     recalls = None
     if isinstance(task, NeedleTask):
         from nestling.federation.recalls import Recalls

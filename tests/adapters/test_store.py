@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -301,3 +302,55 @@ def test_an_adapter_whose_base_was_changed_is_not_saved(config, tmp_path) -> Non
     with pytest.raises(ContextError, match="frozen base has changed"):
         adapter.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_cat_029_an_adapter_of_another_version_is_refused_by_name(tmp_path) -> None:
+    saved(tmp_path, LatentConfig(seed=7, dim=3))
+    edit(tmp_path, lambda about: about.update(format="nestling-adapter/v2"))
+    error = str(refused(tmp_path, 5))
+    assert "not in the format nestling-adapter/v1" in error
+    assert "another version" in error
+
+
+@pytest.mark.parametrize("name", [TENSORS, "adapter_model.bin"])
+def test_cat_071_a_pickled_adapter_is_refused_unread(tmp_path, name) -> None:
+    class Marking:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (tmp_path / "mark",)
+
+    saved(tmp_path, LatentConfig(seed=7, dim=3))
+    (tmp_path / TENSORS).unlink()
+    (tmp_path / name).write_bytes(pickle.dumps(Marking()) + bytes(100))  # as long as the numbers would be
+    error = refused(tmp_path, 3, 5)
+    assert not (tmp_path / "mark").exists()
+    if name == TENSORS:
+        assert "is a pickle" in str(error)
+    torch.save({"a": torch.zeros(100)}, tmp_path / TENSORS)
+    assert "is a pickle" in str(refused(tmp_path, 3))
+
+
+def test_cat_072_073_a_saved_adapter_follows_no_link_and_respects_the_umask(tmp_path) -> None:
+    (tmp_path / "precious").write_bytes(b"keep")
+    (tmp_path / "a").mkdir()
+    for name in (TENSORS, JSON, "README.md"):
+        (tmp_path / "a" / name).symlink_to(tmp_path / "precious")
+    before = os.umask(0o077)
+    try:
+        saved(tmp_path / "a", LatentConfig(seed=7, dim=3))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "precious").read_bytes() == b"keep"
+    for path in (tmp_path / "a").iterdir():
+        assert not path.is_symlink()
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_cat_020_an_adapter_does_not_fit_equal_weights_that_are_used_in_another_way(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    from small import tiny_llama
+
+    nestling.attach(tiny_llama(), LatentConfig(seed=7, dim=3, targets=("*o_proj*",))).save_pretrained(tmp_path)
+    from_pretrained(tiny_llama(), tmp_path)
+    with pytest.raises(ContextError, match="was trained on base") as caught:
+        from_pretrained(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), tmp_path)
+    assert caught.value.exit_code == 3

@@ -309,7 +309,9 @@ def test_cat_049_no_usable_reply_is_exit_7(small: Path, capsys: pytest.CaptureFi
 
 def test_cat_056_control_c_ends_a_run_with_130_and_keeps_the_round(small: Path) -> None:
     command = [sys.executable, "-m", "nestling", "run", str(small), "--machine.no-references", "--rounds", "100000"]
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits it where it is ignored
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, heard)
         assert process.stdout
         for line in process.stdout:
             if line.startswith("round=2"):

@@ -19,6 +19,7 @@ from nestling.config.schema import (
     LoraConfig,
     MachineConfig,
     MappingConfig,
+    PrivacyConfig,
     RunConfig,
     ServerConfig,
     TaskConfig,
@@ -235,6 +236,14 @@ def configs(draw: st.DrawFn) -> RunConfig:
         patience=draw(counts),
         max_abs=draw(st.floats(1, 1e300)),
     )
+    codec = draw(codecs)
+    can_be_private = (server.weighting, server.aggregate, codec.send) == ("uniform", "mean", "delta")
+    privacy = PrivacyConfig(
+        draw(st.floats(0, 1e300)) if can_be_private else 0.0,
+        draw(st.floats(1e-300, 1e300)),
+        draw(st.floats(0, 0.99)),
+        draw(st.floats(1e-300, 0.99)),
+    )
     loras = st.builds(LoraConfig, rank=counts, targets=patterns, ffa=st.booleans(), dim=counts)
     mappings = st.builds(MappingConfig, dim=counts, modulation=st.floats(0, 1e300), squash=st.booleans())
     adapter = draw(latents | st.builds(FullConfig, targets=patterns, exclude=patterns) | loras | mappings)
@@ -247,7 +256,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
         adapter,
         draw(locals_),
         server,
-        draw(codecs),
+        privacy,
+        codec,
         draw(machines),
     )
 

@@ -61,7 +61,7 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path, monkeypatch, call, nu
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_links_are_replaced_and_not_followed(tmp_path) -> None:
+def test_cat_072_links_are_replaced_and_not_followed(tmp_path) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"keep")
     (tmp_path / "file").symlink_to(precious)
@@ -72,7 +72,7 @@ def test_links_are_replaced_and_not_followed(tmp_path) -> None:
     assert names(tmp_path) == ["file", "precious"]
 
 
-def test_a_link_planted_under_the_temporary_name_is_not_followed(tmp_path, monkeypatch) -> None:
+def test_cat_072_a_link_planted_under_the_temporary_name_is_not_followed(tmp_path, monkeypatch) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"keep")
     monkeypatch.setattr(files, "token_hex", lambda n: "guessed")
@@ -80,6 +80,19 @@ def test_a_link_planted_under_the_temporary_name_is_not_followed(tmp_path, monke
     with pytest.raises(StorageError, match="exists"):
         write_atomic(tmp_path / "file", b"new")
     assert precious.read_bytes() == b"keep"
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+def test_cat_073_a_file_has_the_mode_that_the_umask_leaves_it(tmp_path, mask, mode) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomic(tmp_path / "file", b"old")
+        assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+        (tmp_path / "file").chmod(0o777)
+        write_atomic(tmp_path / "file", b"new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode  # not that of what stood there before
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path) -> None:

@@ -94,6 +94,7 @@ def test_cat_056_an_interrupt_starts_no_further_client() -> None:
     # In a process of its own: a signal is not caught by whatever else a test session does.
     program = """
 import signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, where the tests run in the background
 from nestling.engines.inprocess import InProcessEngine
 
 started = []

@@ -12,10 +12,11 @@ from small import LAYOUT, START, agree, answer, forge, honest, received, target
 
 from nestling.codec.form import Limits
 from nestling.codec.message import HEADER_SIZE, peek, state_digest
-from nestling.config.schema import ServerConfig
-from nestling.core.errors import ConfigError
+from nestling.config.schema import PrivacyConfig, ServerConfig
+from nestling.core.errors import ConfigError, ContextError
 from nestling.core.types import Failure
 from nestling.federation.server import Reply, Server
+from nestling.runs.ledger import Ledger, read_charges
 
 SENDS = ("delta", "state")
 
@@ -474,3 +475,80 @@ def test_buckets_are_drawn_anew_each_round_and_the_same_on_every_machine() -> No
 
     assert reached(1) == reached(1)
     assert len({reached(number) for number in range(1, 6)}) > 1
+
+
+# Privacy.
+
+
+def private(agreed, folder, *, asked: int = 10, **settings) -> Server:
+    config = ServerConfig(weighting="uniform", rule=settings.pop("rule", "mean"), outlier=10.0)
+    server = Server(START, agreed, config, total_weight=100, asked=asked, privacy=PrivacyConfig(**settings))
+    server.ledger = Ledger(folder)
+    return server
+
+
+def test_a_private_round_is_the_clipped_mean_over_the_planned_cohort_with_noise(tmp_path) -> None:
+    agreed = agree()
+    server = private(agreed, tmp_path, noise=1e-4, clip=0.5)
+    accepted = judged(server, agreed, {c: unit(c) * (c + 1) for c in range(5)})
+    assert server.bound(accepted) == (accepted, [])
+    assert server.update(accepted)
+    wanted = sum(0.5 * unit(c).astype(np.float64) for c in range(5)) / 10  # 10 were asked, 5 came
+    apart = server.state - START - wanted
+    assert 0 < np.abs(apart).max() < 6 * 1e-4 * 0.5 / 10 + 1e-6
+    again = private(agreed, tmp_path, noise=1e-4, clip=0.5)
+    assert again.update(judged(again, agreed, {c: unit(c) * (c + 1) for c in range(5)}))
+    assert again.state.tobytes() != server.state.tobytes()  # no seed
+
+
+def test_cat_094_a_round_is_charged_before_and_whatever_comes_of_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed = agree()
+    server = private(agreed, tmp_path, noise=2.0, clip=0.5)
+    judged(server, agreed, {0: unit(0)})
+    assert not server.update([])  # abandoned
+
+    def killed(*args: object, **named: object) -> None:
+        assert len(read_charges(tmp_path)) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nestling.federation.server.noised_mean", killed)
+    with pytest.raises(KeyboardInterrupt):
+        server.update(judged(server, agreed, {0: unit(0)}))
+    charges = read_charges(tmp_path)
+    assert [(c.round, c.noise_multiplier, c.clip, c.cohort, c.sampling_rate) for c in charges] == [
+        (1, 2.0, 0.5, 10, 1)
+    ] * 2
+    assert server.state.tobytes() == START.tobytes()
+
+
+def test_a_private_server_without_a_ledger_releases_nothing(tmp_path) -> None:
+    agreed = agree()
+    server = private(agreed, tmp_path, noise=1.0)
+    server.ledger = None
+    with pytest.raises(ContextError, match="ledger"):
+        server.update(judged(server, agreed, {0: unit(0)}))
+
+
+@pytest.mark.parametrize("rule", ["mean", "adam"])
+def test_a_clip_follows_its_quantile_beside_what_the_rule_keeps(rule: str, tmp_path) -> None:
+    agreed = agree()
+    server = private(agreed, tmp_path, asked=100, noise=0.5, clip=1e-3, quantile=0.5, rule=rule)
+    changes = [unit(c) * np.float32(0.01 * (1 + c)) for c in range(100)]
+    for _ in range(200):
+        assert server.update([Reply(c, change, change, 1) for c, change in enumerate(changes)])
+    clips = [charge.clip for charge in read_charges(tmp_path)]
+    assert clips[0] == 1e-3
+    assert 0.3 < np.median(clips[100:]) < 0.75  # the changes are 0.01 to 1 long
+    assert ("m" in "".join(server.memory)) == (rule == "adam")
+
+
+def test_cat_038_changes_of_no_length_under_privacy(tmp_path) -> None:
+    agreed = agree()
+    server = private(agreed, tmp_path, noise=1.0, clip=1.0)
+    assert server.update(judged(server, agreed, {c: np.zeros(11, np.float32) for c in range(4)}))
+    assert np.isfinite(server.state).all()
+
+
+def test_too_few_clients_for_a_private_quantile_are_refused_at_the_start(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="too little noise on the count"):
+        private(agree(), tmp_path, asked=8, noise=1.0, quantile=0.5)

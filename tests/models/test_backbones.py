@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import pickle
+import time
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nestling.core.errors import ConfigError, ContextError, NestlingError, WireError
+from nestling.models import backbones
 from nestling.models.backbones import base_bytes, base_hash, load_base, read_tensors
 
 
@@ -210,3 +215,82 @@ def test_extra_state_counts_and_what_has_no_content_is_refused() -> None:
     assert base_hash(first) == base_hash(first) != base_hash(second)
     with pytest.raises(ConfigError, match="no content"):
         base_hash(nn.Linear(2, 2, device="meta"))
+
+
+def test_the_settings_of_a_language_model_count_and_no_others() -> None:
+    values = hash_of(tensors())
+
+    def with_settings(**settings: object) -> str:
+        model = Holder(tensors())
+        model.config = SimpleNamespace(**settings)
+        return base_hash(model)
+
+    assert with_settings() == with_settings(_name_or_path="x", transformers_version="5") == values
+    one, other = with_settings(rms_norm_eps=1e-5), with_settings(rms_norm_eps=1e-6)
+    assert len({values, one, other, with_settings(rope_parameters={"rope_theta": 1e4})}) == 4
+    assert with_settings(head_dim=8, hidden_act="silu") == with_settings(hidden_act="silu", head_dim=8)
+
+
+# What a hostile file can hold.
+
+
+def file_of(header: bytes, body: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
+
+
+ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+HOSTILE = {
+    "a name twice": file_of(b'{"a":' + ENTRY + b',"a":' + ENTRY + b"}", bytes(4)),
+    "100,000 empty tensors": file_of(
+        b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(100_000)) + b"}"
+    ),
+    "a header of 2^63 bytes": (1 << 63).to_bytes(8, "little") + b"{}",
+    "a header as long as memory": (1 << 40).to_bytes(8, "little") + b"{}",
+    "deep nesting": file_of(b"[" * 100_000),
+    "no text": file_of(b"\xff\xfe{}"),
+    "numbers beyond the end": file_of(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}', bytes(4)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_cat_070_a_hostile_file_is_refused_in_little_time_and_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(HOSTILE[name])
+    refused(path)  # what is imported on the way is imported
+    tracemalloc.start()
+    began = time.process_time()
+    error = refused(path)
+    seconds, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(error, WireError)
+    assert error.code == "damaged"
+    assert peak < 20e6
+    assert seconds < 1.0  # a tenth, but for a machine that is busy
+
+
+def test_cat_070_a_header_beyond_the_bound_never_reaches_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that takes a second and 100 MB, outside what `tracemalloc` sees."""
+    monkeypatch.setattr(backbones, "load_file", lambda path: pytest.fail("was asked to read it"))
+    path = tmp_path / "x.safetensors"
+    for name in ("a name twice", "100,000 empty tensors", "a header of 2^63 bytes", "deep nesting"):
+        path.write_bytes(HOSTILE[name])
+        assert isinstance(refused(path), WireError)
+
+
+def test_cat_071_a_pickle_in_place_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
+    path = tmp_path / "base.pt"
+
+    class Marking:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (tmp_path / "mark",)
+
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        path.write_bytes(pickle.dumps(Marking(), protocol=protocol))
+        error = refused(path)
+        assert isinstance(error, ContextError)
+        assert "is a pickle, which can run code. Save it again as safetensors" in str(error)
+    torch.save(model_of().state_dict(), path)
+    assert "is a pickle" in str(refused(path))
+    assert not (tmp_path / "mark").exists()

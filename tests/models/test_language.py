@@ -3,6 +3,8 @@
 import importlib
 import json
 import logging
+import pickle
+import re
 import shutil
 import sys
 import threading
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nestling.core.errors import ConfigError, ContextError, StorageError, WireError
 from nestling.models import assets, language
-from nestling.models.backbones import base_hash
+from nestling.models.backbones import base_hash, hash_of_state
 from nestling.models.language import _converted, _quiet, empty_language_model, language_shape, load_language_model
 
 transformers = pytest.importorskip("transformers")
@@ -144,17 +146,142 @@ def test_damaged_weights_are_exit_5(copy: Path) -> None:
     assert caught.value.code == "damaged"
 
 
-def test_pickled_weights_and_code_of_the_model_are_not_touched(copy: Path) -> None:
-    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+class Marking:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
+def test_cat_071_093_pickled_weights_are_refused_unread(name: str, copy: Path, tmp_path: Path) -> None:
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ContextError, match="could not be loaded"):
+    with (copy / name).open("wb") as file:
+        pickle.dump(Marking(tmp_path / "mark"), file)
+    with pytest.raises(ContextError, match=rf"pickle \({name}\).*Save it again as safetensors") as caught:
         load_language_model(str(copy))
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "mark").exists()
+    pickle.loads((copy / name).read_bytes())  # the mark would have been made
+    assert (tmp_path / "mark").exists()
+
+
+def test_cat_071_an_index_that_leads_to_a_pickle_or_is_damaged_is_refused(copy: Path, tmp_path: Path) -> None:
+    index, names = copy / "model.safetensors.index.json", load_file(copy / "model.safetensors")
+    with (copy / "more.bin").open("wb") as file:
+        pickle.dump(Marking(tmp_path / "mark"), file)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "more.bin")}))
+    with pytest.raises(ContextError, match=r"pickle \(more\.bin\)"):
+        load_language_model(str(copy))
+    assert not (tmp_path / "mark").exists()
+    for text in ("", "[]", "{}", '{"weight_map": 3}', "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(WireError, match=r"index\.json: cannot be read"):
+            load_language_model(str(copy))
+
+
+def test_pickled_weights_beside_plain_ones_are_passed_over(copy: Path, tmp_path: Path) -> None:
+    with (copy / "pytorch_model.bin").open("wb") as file:
+        pickle.dump(Marking(tmp_path / "mark"), file)
+    load_language_model(str(copy))
+    assert not (tmp_path / "mark").exists()
+
+
+OWN = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+
+
+@pytest.mark.parametrize("load", [load_language_model, language_shape])
+@pytest.mark.parametrize(
+    ("entry", "path"),
+    [
+        ({"auto_map": OWN}, "auto_map"),
+        ({"auto_map": OWN, "model_type": "own"}, "auto_map"),
+        ({"text_config": {"auto_map": OWN}}, "text_config.auto_map"),
+        ({"attn_implementation": "evil/repo"}, "attn_implementation"),
+        ({"_attn_implementation": "evil/repo@main:kernel"}, "_attn_implementation"),
+        ({"attn_implementation": {"": "sdpa", "text_config": "evil/repo"}}, "attn_implementation"),
+        ({"_attn_implementation_internal": "sdpa"}, "_attn_implementation_internal"),
+        ({"_experts_implementation": "evil/repo"}, "_experts_implementation"),
+        ({"keypoint_detector_config": {"trust_remote_code": True}}, "keypoint_detector_config.trust_remote_code"),
+        ({"parts": [{"trust_remote_code": "yes"}]}, "parts.trust_remote_code"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_cat_093_settings_that_name_code_are_refused_and_it_is_not_run(
+    load, entry: dict, path: str, copy: Path, tmp_path: Path
+) -> None:
     settings = json.loads((copy / "config.json").read_text())
-    names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    (copy / "config.json").write_text(json.dumps(settings | {"auto_map": names, "model_type": "own"}))
-    (copy / "own.py").write_text("raise SystemExit('code of the model was run')")
-    with pytest.raises(ContextError, match="could not be loaded"):
+    (copy / "config.json").write_text(json.dumps(settings | entry))
+    (copy / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    with pytest.raises(ContextError, match=rf"names code to run \({re.escape(path)} in config\.json\)") as caught:
+        load(str(copy))
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "mark").exists()
+    assert "own" not in sys.modules
+
+
+def test_cat_093_a_tokenizer_that_brings_code_is_refused(copy: Path, tmp_path: Path) -> None:
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    (copy / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    with pytest.raises(ContextError, match=r"auto_map in tokenizer_config\.json"):
         load_language_model(str(copy))
+    assert not (tmp_path / "mark").exists()
+
+
+def test_cat_093_a_file_of_peft_does_not_lead_to_another_model(copy: Path) -> None:
+    other = {"peft_type": "LORA", "base_model_name_or_path": "evil/repo"}
+    (copy / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(ContextError, match="an adapter of another library"):
+        load_language_model(str(copy))
+
+
+def test_cat_093_settings_without_code_are_no_offence(copy: Path) -> None:
+    settings = json.loads((copy / "config.json").read_text())
+    plain = {"attn_implementation": "eager", "auto_map": {}, "trust_remote_code": False}
+    (copy / "config.json").write_text(json.dumps(settings | plain))
+    load_language_model(str(copy))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cat_070_weights_that_are_not_finite_are_exit_5(dtype: str, copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WireError, match=r"model\.norm\.weight holds NaN") as caught:
+        load_language_model(str(copy), dtype=dtype)
+    assert caught.value.exit_code == 5
+
+
+def test_cat_019_shards_and_metadata_do_not_change_the_base_hash(saved: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_language_model(str(saved), dtype="float32")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    tokenizer.save_pretrained(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    shutil.copytree(saved, tmp_path / "other")
+    tensors = dict(reversed(load_file(saved / "model.safetensors").items()))
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"z": "1", "format": "pt", "a": "2"})
+    hashes = {base_hash(load_language_model(str(place), dtype="float32")[0]) for place in tmp_path.iterdir()
+              if place.name in ("shards", "other")}  # fmt: skip
+    assert hashes == {base_hash(model)}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, {"num_attention_heads": 8, "head_dim": 8,
+     "num_key_value_heads": 4}, {"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}],
+    ids=lambda entry: next(iter(entry)),
+)  # fmt: skip
+def test_cat_020_equal_weights_used_in_another_way_are_another_base(entry: dict, saved: Path, copy: Path) -> None:
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | entry))
+    model, other = (load_language_model(str(place), dtype="float32")[0] for place in (saved, copy))
+    assert hash_of_state(model.state_dict()) == hash_of_state(other.state_dict())
+    assert base_hash(model) != base_hash(other)
 
 
 @pytest.fixture

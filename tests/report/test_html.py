@@ -9,6 +9,7 @@ import pytest
 
 from nestling.report.compare import compare
 from nestling.report.html import render, write_report
+from nestling.report.plots import accuracy_against_bytes, figure_files
 from nestling.runs.files import printable
 
 HOSTILE = [
@@ -21,6 +22,10 @@ HOSTILE = [
     "\x1b[31mred",
     "$\\frac{$",
     "javascript:alert(1)",
+    "</script><script>alert(1)</script>",
+    "=cmd|' /C calc'!A0",
+    "' onmouseover='alert(1)",
+    "</title><base href=//evil.example>",
 ]
 ELEMENTS = (
     "html head meta title style body header h1 h2 h3 p ul li div table thead tbody tr th td figure figcaption "
@@ -51,7 +56,7 @@ def hostile_page(result, run_of, text):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_came_from_a_run_is_text(result, run_of, text):
+def test_cat_091_what_came_from_a_run_is_text(result, run_of, text):
     html = hostile_page(result, run_of, text)
     page = Page(html)
     assert set(page.tags) <= set(ELEMENTS.split())
@@ -61,7 +66,7 @@ def test_what_came_from_a_run_is_text(result, run_of, text):
     assert page.text.count(printable(text)) > 10  # shown as it is, and in every place
 
 
-def test_the_page_stands_alone(result, run_of, tmp_path):
+def test_cat_091_the_page_stands_alone(result, run_of, tmp_path):
     found = write_report([run_of(result()), run_of(result("fedavg"))], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     assert len(found.runs) == 2
@@ -104,7 +109,7 @@ def test_a_run_without_rejections_or_environment(result, run_of):
     assert "None." in render(compare([path]))
 
 
-def test_homes_and_secrets_stay_out(result, run_of):
+def test_cat_090_092_homes_and_secrets_stay_out(result, run_of):
     config = f'path = "{Path.home()}/x"\nother = "/home/somebody/y"\ntoken = "abcdef"\nurl = "https://me:pw@host/"\n'
     html = render(compare([run_of(result(), config=config)]))
     assert "~/x" in html
@@ -117,3 +122,31 @@ def test_homes_and_secrets_stay_out(result, run_of):
 def test_many_rejections_are_cut_with_their_number(result, run_of):
     html = render(compare([run_of(result(rounds=30))]))
     assert "and 10 more" in html
+
+
+def test_cat_092_neither_page_nor_figures_name_a_home_or_a_user(result, run_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/annemarie")
+    monkeypatch.setenv("USER", "annemarie")
+    monkeypatch.setenv("LOGNAME", "annemarie")
+    place = "/home/annemarie/runs/demo"
+    path = run_of(result(run_dir=place, task=f"text of {place}"), config=f'out = "{place}"\n')
+    (path / "command.txt").write_text(f"nestling run {place}/x.toml\n")
+    comparison = write_report([path], tmp_path / "report.html")
+    run = comparison.runs[0]
+    files = accuracy_against_bytes([run.result], [run.metrics], path / "a")
+    assert {file.suffix for file in files} == {".png", ".svg", ".csv"}
+    for file in (tmp_path / "report.html", *files):
+        data = file.read_bytes()
+        for trace in (b"annemarie", str(tmp_path).encode(), b"file://", str(Path(__file__).parents[2]).encode()):
+            assert trace not in data, (file.name, trace)
+    assert "~/runs/demo" in (tmp_path / "report.html").read_text()
+
+
+def test_cat_091_the_figure_and_its_numbers_are_inert(result, run_of):
+    for text in (HOSTILE[0], HOSTILE[-4], HOSTILE[-3]):  # a script, one that ends another, a formula
+        run = compare([run_of(result(text, codec=text, name=text, task=text))]).runs[0]
+        files = figure_files([run.result], [run.metrics])
+        page = Page(files["svg"].decode())
+        assert not {"script", "foreignobject", "image", "a", "iframe"} & set(page.tags)
+        assert not [name for name, _ in page.attributes if name.startswith("on")]
+        assert all(line.lstrip('"')[:1] not in "=+-@" for line in files["csv"].decode().splitlines() if line)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nestling.runs import environment
-from nestling.runs.environment import describe, without_private
+from nestling.runs.environment import describe, without_private, without_secrets
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_versions_are_there_and_names_are_not(monkeypatch):
+def test_cat_090_092_versions_are_there_and_names_are_not(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     found = describe()
@@ -77,9 +77,22 @@ def test_somebody_elses_checkout_and_a_broken_one_say_nothing(tmp_path):
         ('password = "a b"\nlr = 1', "password = ***\nlr = 1"),
         ('{"api_key": "abc", "b": 1}', '{"api_key": ***, "b": 1}'),
         ("max_tokens = 5", "max_tokens = 5"),
+        ("https:/ann:pw@host/x", "https:/***@host/x"),
+        ("https://host/x?token=abc&b=1", "https://host/x?token=***&b=1"),
+        ("AWS_SECRET_ACCESS_KEY=abc x", "AWS_SECRET_ACCESS_KEY=*** x"),
+        ("Authorization: Bearer abc.def x", "Authorization: *** x"),
+        ("private_key: abc", "private_key: ***"),
+        ("refused hf_abcdefghijklmnopqrst (401)", "refused *** (401)"),
+        ("half a token of the text, its secret word", "half a token of the text, its secret word"),
         (f"my_token{' ' * 40}={' ' * 40}abc", f"my_token{' ' * 40}={' ' * 40}***"),
         ("_" * 200_000, "_" * 200_000),  # minutes, if each start of a name is read to its end
+        ("--" + "a" * 200_000, "--" + "a" * 200_000),
     ],
 )
-def test_homes_and_secrets_are_taken_out(text, expected):
+def test_cat_090_092_homes_and_secrets_are_taken_out(text, expected):
     assert without_private(text) == expected
+
+
+def test_cat_090_what_is_printed_keeps_its_paths() -> None:
+    text = f"{Path.home()}/x, https://ann:pw@host/y?token=abc"
+    assert without_secrets(text) == f"{Path.home()}/x, https://***@host/y?token=***"

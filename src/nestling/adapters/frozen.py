@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nestling.core.errors import ConfigError
-from nestling.models.backbones import hash_of_state
+from nestling.models.backbones import hash_of_state, settings_of
 
 _TRAINED: WeakSet[nn.Module] = WeakSet()
 """Modules whose own parameters are trained (`FullConfig`); a copy of one is an ordinary module again."""
@@ -58,7 +58,8 @@ class Frozen:
         """The base's hash, were it computed now: as at `attach` unless something else has written to the model."""
         before = {id(self.model.get_parameter(name)): tensor for name, tensor in self._trained.items()}
         state = self._base_state()  # tied weights stand there once under each of their names
-        return hash_of_state({name: before.get(id(tensor), tensor) for name, tensor in state.items()})
+        weights = {name: before.get(id(tensor), tensor) for name, tensor in state.items()}
+        return hash_of_state(weights, settings_of(self.model))
 
     def _base_state(self) -> dict[str, Any]:
         """`state_dict()` as the base alone has it: without what was put around its modules."""

@@ -70,7 +70,7 @@ def save_adapter(adapter: "Adapter", folder: str | Path) -> None:
         "vector": _vector_digest(vector),
     }
     write_atomic(path / "README.md", _card(about, adapter.layout.size).encode())
-    write_atomic(path / "adapter.json", (json.dumps(about, indent=2) + "\n").encode())
+    write_atomic(path / "adapter.json", (json.dumps(about, indent=2, allow_nan=False) + "\n").encode())
     write_atomic(path / "adapter.safetensors", save({n: torch.from_numpy(a.copy()) for n, a in arrays.items()}))
 
 

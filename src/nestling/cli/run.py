@@ -93,7 +93,7 @@ def show(result: "Result", *, as_json: bool) -> None:
         print(json.dumps(result.to_dict(), allow_nan=False))
         return
     from nestling.report.recalls import recalls_to_rich
-    from nestling.report.tables import caption_of, rows_of, to_rich
+    from nestling.report.tables import caption_of, privacy_of, rows_of, to_rich
 
     console = Console()
     if result.recalls:
@@ -105,6 +105,8 @@ def show(result: "Result", *, as_json: bool) -> None:
             f"by each client's own classes: its own model {100 * result.accuracy_personal:.1f} %, "
             f"the global state {100 * result.accuracy_personal_global:.1f} %"
         )
+    if result.recalls and result.epsilon is not None:  # the other table's caption says it
+        console.print(privacy_of(result))
     if result.averaging_error is not None:
         console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
     console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)

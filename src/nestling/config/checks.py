@@ -33,8 +33,13 @@ def is_seed(where: str, value: int) -> None:
 
 
 def is_text(where: str, *values: str) -> None:
-    """Refuse what cannot be written into `config.toml` or a path: bytes that are no UTF-8, a zero byte."""
+    """Refuse what cannot be written into `config.toml` or a path: bytes that are no UTF-8, a zero byte, an address.
+
+    Nothing is fetched by its address, and an address may hold a password, which the run's folder would then show.
+    """
     for value in values:
+        if "://" in value:
+            raise ConfigError("is an address", where=where, remedy="Give a path, or a name on the hub.")
         if "\0" in value or value != value.encode("utf-8", "ignore").decode():
             raise ConfigError(f"{value!r} is not allowed", where=where, remedy="Use UTF-8 text without zero bytes.")
 

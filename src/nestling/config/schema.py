@@ -16,6 +16,7 @@ from nestling.config.adapters import MemoryConfig as MemoryConfig
 from nestling.config.checks import at_least, is_count, is_one_of, is_seed, is_text
 from nestling.config.codec import CodecConfig as CodecConfig
 from nestling.config.codec import codec_name as codec_name
+from nestling.config.server import PrivacyConfig as PrivacyConfig
 from nestling.config.server import ServerConfig as ServerConfig
 from nestling.core.errors import ConfigError
 
@@ -259,6 +260,7 @@ class RunConfig:
     adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig | MappingConfig = field(default_factory=LatentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -273,6 +275,7 @@ class RunConfig:
                 remedy="Use 1 to 64 letters, digits, '.', '_' or '-', of which '.' and '-' cannot come first.",
             )
         self._fits_together()
+        self._can_be_private()
         if self.server.clients_per_round > self.task.clients:
             raise ConfigError(
                 f"asks for {self.server.clients_per_round} of {self.task.clients} clients",
@@ -285,6 +288,20 @@ class RunConfig:
                 where="server.min_replies",
                 remedy="Give no more than the clients asked in a round.",
             )
+
+    def _can_be_private(self) -> None:
+        """Refuse what would let one client change the sum by more than the noise is made for."""
+        for where, value, wanted in (
+            ("server.weighting", self.server.weighting, "uniform"),
+            ("server.aggregate", self.server.aggregate, "mean"),
+            ("codec.send", self.codec.send, "delta"),
+        ):
+            if self.privacy.noise and value != wanted:
+                raise ConfigError(
+                    f"{value!r} does not go with privacy.noise",
+                    where=where,
+                    remedy=f'Set {where} = "{wanted}".',
+                )
 
     def _fits_together(self) -> None:
         """Refuse a base or an adapter that the task cannot use."""

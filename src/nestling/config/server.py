@@ -1,4 +1,4 @@
-"""The server's settings: who takes part in a round, how replies are brought together, what is made of that."""
+"""The server's settings: who takes part, how replies are brought together and made a step of, and how privately."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -82,3 +82,28 @@ class ServerConfig:
         (0.01, 0.1)
         """
         return self.lr or (0.7 if self.rule == "nesterov" else 0.01)
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """Client-level differential privacy, by a server that is trusted; off unless there is noise."""
+
+    noise: float = 0.0
+    """Standard deviation of the noise on the sum of a round's changes, in clips; 0: no privacy."""
+    clip: float = 1.0
+    """A longer change of a client is cut down to this length, in the place of `server.outlier`."""
+    quantile: float = 0.0
+    """Above 0: clip is of the first round alone, and then follows this quantile of the changes' lengths."""
+    delta: float = 1e-5
+    """What ε is reported at; well below one over the number of all clients."""
+
+    def __post_init__(self) -> None:
+        at_least("privacy.noise", self.noise, 0)
+        at_least("privacy.clip", self.clip, 0, strict=True)
+        at_least("privacy.quantile", self.quantile, 0)
+        at_least("privacy.delta", self.delta, 0, strict=True)
+        for name in ("quantile", "delta"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(
+                    f"{getattr(self, name)} is not allowed", where=f"privacy.{name}", remedy="Give less than 1."
+                )

@@ -9,21 +9,28 @@ one client can do to a mean of n: it counts for at most `outlier` usual ones, an
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from nestling.codec.codecs import decode_body, encode_body
 from nestling.codec.message import decode, encode, message_key, state_digest
-from nestling.config.schema import ServerConfig
-from nestling.core.errors import WireError
+from nestling.config.schema import PrivacyConfig, ServerConfig
+from nestling.core.errors import ContextError, WireError
 from nestling.core.seeds import Stream
 from nestling.core.types import Failure
 from nestling.core.vectors import Vector
 from nestling.federation.agreement import EVERYONE, Agreement
+from nestling.runs.ledger import Charge, Ledger
 from nestling.strategies.diloco import nesterov
 from nestling.strategies.fedavg import fraction_bits, weighted_mean
 from nestling.strategies.fedopt import adaptive
+from nestling.strategies.privacy import mean_noise_multiplier, noised_mean, private_mean
 from nestling.strategies.robust import aggregate, bounded_norms, fewest_replies
+
+_CLIP = "privacy.clip"
+_CLIP_LR, _COUNT = 0.2, 20.0
+"""Andrew et al.'s: how fast a clip follows its quantile, and the cohort over the noise on the count of those below."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,22 @@ class Server:
     Args:
         state: float32[layout.size] to begin with.
         total_weight: the largest sum of weights that honest replies of one round reach, for the fixed-point sum.
-        asked: how many clients a round asks; only a robust rule needs to know.
+        asked: how many clients a round asks; only a robust rule and privacy need to know.
+        privacy: with noise, `ledger` must be set before the first update: every round is charged there before.
 
-    Raises `ConfigError` if a robust rule could not withstand the share of hostile clients among so many.
+    Raises `ConfigError` if a robust rule could not withstand the share of hostile clients among so many, or so few
+    cannot tell a quantile in private.
     """
 
     def __init__(
-        self, state: Vector, agreement: Agreement, config: ServerConfig, *, total_weight: int, asked: int = 0
+        self,
+        state: Vector,
+        agreement: Agreement,
+        config: ServerConfig,
+        *,
+        total_weight: int,
+        asked: int = 0,
+        privacy: PrivacyConfig | None = None,
     ) -> None:
         self.state = state
         self.memory: dict[str, np.ndarray] = {}
@@ -58,6 +74,10 @@ class Server:
         if config.aggregate != "mean":
             needed = fewest_replies(config.aggregate, hostile_share=config.hostile_share, asked=asked)
             self._fewest = max(self._fewest, needed)
+        self.ledger: Ledger | None = None
+        self._privacy = privacy if privacy is not None and privacy.noise else None
+        if self._privacy is not None and self._privacy.quantile:
+            mean_noise_multiplier(self._privacy.noise, asked / _COUNT)
         self._total_weight = total_weight
         self._bits = fraction_bits(total_weight=total_weight, max_abs=config.max_abs)
 
@@ -109,7 +129,7 @@ class Server:
         """The replies with outliers cut down, and which clients' they were: the length of what a client would change,
         and its number of examples, to `outlier` times the round's median."""
         times = self._config.outlier
-        if not times or not accepted:
+        if not times or not accepted or self._privacy is not None:  # whose own clip does not look at other replies
             return accepted, []
         is_difference = self._agreement.codec.send == "delta"
         vectors = np.stack([r.vector if is_difference else r.vector - self._sent for r in accepted])
@@ -129,12 +149,14 @@ class Server:
     def update(self, accepted: list[Reply]) -> bool:
         """Bring the replies together and take the rule's step; False, and state and memory as they were, if there are
         too few of them or clients would refuse the state it leads to."""
+        kept = self._charged()
         if len(accepted) < self._fewest:
             return False
-        mean = self._together(accepted)
+        mean = self._together(accepted, kept)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not taken
             mean = self.state + mean if self._agreement.codec.send == "delta" else mean
             state, memory = self._step(mean)
+        memory = memory | kept
         # A mean out of bounds would spoil the memory, though an adaptive step along it is bounded.
         if not all(self._can_be_sent(vector) for vector in ([mean] if state is mean else [mean, state])):
             return False
@@ -143,9 +165,33 @@ class Server:
         self.state, self.memory = state, memory
         return True
 
-    def _together(self, accepted: list[Reply]) -> Vector:
-        """The mean of the replies, or what a robust rule has in its place."""
+    def _charged(self) -> dict[str, np.ndarray]:
+        """Charge a private round, whatever will come of it; returns its clip if that is kept from round to round."""
+        p = self._privacy
+        if p is None:
+            return {}
+        if self.ledger is None:
+            raise ContextError(
+                "a private round has no ledger to be charged in", where="server", remedy="Set its ledger."
+            )
+        clip = float(self.memory.get(_CLIP, p.clip))
+        self.ledger.charge(Charge(self._round, p.noise, clip, self._asked, 1.0, p.delta))
+        return {_CLIP: np.array(clip)} if p.quantile else {}
+
+    def _together(self, accepted: list[Reply], kept: dict[str, np.ndarray]) -> Vector:
+        """The mean of the replies, with noise or by a robust rule if that is set; a clip in `kept` becomes the next."""
         c, weights = self._config, [r.weight for r in accepted]
+        if self._privacy is not None:
+            p, vectors = self._privacy, [r.vector for r in accepted]
+            usual: dict[str, Any] = {"size": self.state.size, "noise_multiplier": p.noise, "cohort": self._asked}
+            if not p.quantile:
+                return noised_mean(vectors, clip=p.clip, **usual)
+            mean, after = private_mean(
+                vectors, {"clip": kept[_CLIP]}, clip=p.clip, quantile=p.quantile, clip_lr=_CLIP_LR,
+                count_noise=self._asked / _COUNT, **usual,
+            )  # fmt: skip
+            kept[_CLIP] = after["clip"]
+            return mean
         if c.aggregate == "mean":
             # Clients that claim too many items would overflow the fixed-point sum: it gives up that many fraction bits.
             bits = self._bits - (sum(weights) // (self._total_weight + 1)).bit_length()

@@ -1,8 +1,9 @@
 """The identity of a frozen model: a hash that does not depend on how its file was written or sharded.
 
-    base_hash = SHA-256 over the tensors, sorted by name, of (name, dtype, shape, bytes)
+    base_hash = SHA-256 over the tensors, sorted by name, of (name, dtype, shape, bytes), then over `SETTINGS`
 
-Two clients that disagree on one weight get different hashes, and refuse each other's messages.
+Two clients that disagree on one weight, or on how the weights are used, get different hashes, and refuse each other's
+messages.
 """
 
 import hashlib
@@ -18,9 +19,20 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.models.untrusted import CONVERT, is_pickle
 
 MAX_FILE = 64 << 30
+MAX_HEADER = 1 << 20
+"""Ten thousand tensors; the library takes a second and 100 MB for the header of 100,000 empty ones."""
 HASH_KEY = "nestling_base_hash"
+SETTINGS = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+    "rope_parameters", "partial_rotary_factor", "sliding_window", "layer_types", "query_pre_attn_scalar",
+    "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "embedding_multiplier",
+    "residual_multiplier", "logits_scaling",
+)  # fmt: skip
+"""What of a language model's configuration changes what equal weights give. Named one by one, since other entries come
+and go with the version of transformers."""
 
 
 def base_hash(model: nn.Module) -> str:
@@ -30,11 +42,22 @@ def base_hash(model: nn.Module) -> str:
     >>> base_hash(a) == base_hash(a), base_hash(a) == base_hash(b)
     (True, False)
     """
-    return hash_of_state(model.state_dict())
+    return hash_of_state(model.state_dict(), settings_of(model))
 
 
-def hash_of_state(state: Mapping[str, Any]) -> str:
-    """`base_hash` of a model with this `state_dict()`. Extra state that is not a tensor counts by its JSON.
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Those of `SETTINGS` that a language model has; empty for any other model.
+
+    >>> settings_of(nn.Linear(2, 2))
+    {}
+    """
+    config, plain = getattr(model, "config", None), (bool, int, float, str, list, dict)
+    return {name: value for name in SETTINGS if isinstance(value := getattr(config, name, None), plain)}
+
+
+def hash_of_state(state: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> str:
+    """`base_hash` of a model with this `state_dict()` and `settings_of` it. Extra state that is not a tensor counts by
+    its JSON.
 
     Raises `ConfigError` if a tensor has no content (on the meta device), or extra state no JSON.
     """
@@ -52,6 +75,8 @@ def hash_of_state(state: Mapping[str, Any]) -> str:
         digest.update(head.encode() + b"\0")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    if settings:
+        digest.update(b"settings\0" + json.dumps(settings, sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -95,15 +120,30 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path, *, max_bytes: int = MAX_FILE) -> dict[str, Tensor]:
-    """The tensors of a safetensors file of at most `max_bytes`; its header is bounded before it is parsed."""
+    """The tensors of a safetensors file of at most `max_bytes`; its header is bounded before it is parsed.
+
+    Raises `ContextError` if there is no such file, or a pickle, which is never read, `WireError` if it is damaged,
+    names a tensor twice (a reader would choose one of them), or has a header of more than `MAX_HEADER` bytes.
+    """
     if not isfile(path):
         raise ContextError("there is no such file", where=str(path), remedy="Give the path of a .safetensors file.")
     size = path.stat().st_size
     with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if size < 8 or size > max_bytes or header > min(size - 8, 16 << 20):
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        header = file.read(min(length, MAX_HEADER))
+    if is_pickle(start + header[:1]):
+        raise ContextError("is a pickle, which can run code", where=str(path), remedy=CONVERT)
+    if size < 8 or size > max_bytes or length > min(size - 8, MAX_HEADER):
         raise WireError("damaged", f"is no safetensors file of at most {max_bytes:,} bytes", where=str(path))
     try:
+        json.loads(header, object_pairs_hook=_each_once)
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise WireError("damaged", f"cannot be read as safetensors ({error})", where=str(path)) from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(entries := dict(pairs)) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return entries

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from nestling.core.errors import ConfigError, ContextError, NestlingError, StorageError, WireError
 from nestling.core.files import cache_folder, make_folder
 from nestling.models import assets
+from nestling.models.untrusted import refuse_code, refuse_pickles
 
 if TYPE_CHECKING:
     import transformers
@@ -54,7 +55,8 @@ def load_language_model(
         device: where the weights go.
 
     Raises `ConfigError` (exit 2) for another dtype, `ContextError` (exit 3) if the model or the extra `llm` is not
-    there or the model cannot be loaded whole, `WireError` (exit 5) if a file is damaged.
+    there, the model cannot be loaded whole, or its files name code to run or hold pickles, `WireError` (exit 5) if a
+    file is damaged or holds weights that are not finite.
 
     >>> load_language_model("smollm2-135m", dtype="int3")
     Traceback (most recent call last):
@@ -66,14 +68,16 @@ def load_language_model(
     place = _place(source)
     if place.endswith(".gguf"):
         place = str(_converted(Path(place), expected=assets.ASSETS[PACKAGED].sha256 if source == PACKAGED else ""))
+    options = _options(place)
     with _quiet(), _errors(source):
-        tokenizer = library.AutoTokenizer.from_pretrained(place, **PLAIN)
+        _refuse_untrusted(library, place, source)
+        tokenizer = library.AutoTokenizer.from_pretrained(place, **options)
         model, found = library.AutoModelForCausalLM.from_pretrained(
             place,
             dtype=getattr(torch, dtype),
             use_safetensors=True,  # the other format can run code
             output_loading_info=True,
-            **PLAIN,
+            **options,
         )
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random and goes on
         raise ContextError(
@@ -81,26 +85,30 @@ def load_language_model(
             where=source,
             remedy="Check that it is a causal language model, saved whole.",
         )
+    if broken := next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), ""):
+        raise WireError("non_finite", f"{broken} holds NaN or infinity as {dtype}", where=source)
     return _frozen(model).to(device), tokenizer
 
 
 def language_shape(source: str) -> "transformers.PreTrainedConfig":
     """The settings of a model, without its weights: from what `load_language_model` takes, or a config.json.
 
-    Raises `ContextError` (exit 3) if they or the extra `llm` are not there, or cannot be read.
+    Raises `ContextError` (exit 3) if they or the extra `llm` are not there, cannot be read, or name code to run.
     """
     library = _transformers()
     place = source if source.endswith(".json") and isfile(source) else _place(source)
-    options: dict[str, Any] = {}
+    options = _options(place)
     if place.endswith(".gguf"):
         path = Path(place)
         if isdir(ready := _conversion(_gguf_hash(path))):
             place = str(ready)
         else:
             _need_gguf(path)
-            place, options = str(path.parent), {"gguf_file": path.name}
+            place, options = str(path.parent), options | {"gguf_file": path.name}
     with _quiet(), _errors(source):
-        return library.AutoConfig.from_pretrained(place, **options, **PLAIN)
+        if "gguf_file" not in options:
+            refuse_code(library.PreTrainedConfig.get_config_dict(place, **options)[0], file="config.json", where=source)
+        return library.AutoConfig.from_pretrained(place, **options)
 
 
 def empty_language_model(config: "transformers.PreTrainedConfig") -> "transformers.PreTrainedModel":
@@ -116,6 +124,28 @@ def empty_language_model(config: "transformers.PreTrainedConfig") -> "transforme
         raise ConfigError(
             f"{config.model_type!r} is no causal language model", where="model_type", remedy="Give another model."
         ) from error
+
+
+def _options(place: str) -> dict[str, Any]:
+    """What every load is told: to run no code of the model's and, for what lies on this machine, to ask nobody."""
+    return PLAIN | {"local_files_only": os.path.exists(place)}
+
+
+def _refuse_untrusted(library: ModuleType, place: str, source: str) -> None:
+    """Raise if the model's files name code to run, hold pickles, or stand for another model."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers.utils import find_adapter_config_file
+
+    options = _options(place)
+    refuse_code(library.PreTrainedConfig.get_config_dict(place, **options)[0], file="config.json", where=source)
+    refuse_code(get_tokenizer_config(place, **options), file="tokenizer_config.json", where=source)
+    if isdir(place):
+        refuse_pickles(Path(place), where=source)
+    # With peft installed, transformers would follow this file to whatever model it names.
+    if find_adapter_config_file(place, local_files_only=options["local_files_only"]) is not None:
+        raise ContextError(
+            "is an adapter of another library (adapter_config.json)", where=source, remedy="Give the model it is for."
+        )
 
 
 def _frozen(model: Any) -> Any:
@@ -233,7 +263,8 @@ def _converted(path: Path, *, expected: str) -> Path:
         return folder
     _need_gguf(path)
     make_folder(folder.parent)
-    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(folder.parent / f".{folder.name}.lock", flags, 0o666), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several clients may start at once: one converts, the others wait
         if isdir(folder):
             return folder
@@ -266,7 +297,7 @@ def _converted(path: Path, *, expected: str) -> Path:
 def _read_gguf(path: Path) -> tuple[Any, Any]:
     """The model a GGUF holds, dequantised to float32 and able to be saved, and its tokenizer."""
     library = _transformers()
-    options: dict[str, Any] = {"gguf_file": path.name, **PLAIN}
+    options: dict[str, Any] = {"gguf_file": path.name, **_options(str(path))}
     tokenizer = library.AutoTokenizer.from_pretrained(path.parent, **options)
     if hasattr(library, "GgufConfig"):  # newer versions keep the blocks packed where they have a kernel for them
         options["quantization_config"] = library.GgufConfig(dequantize=True)

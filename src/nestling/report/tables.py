@@ -185,8 +185,19 @@ def caption_of(results: Sequence[Result]) -> str:
         "less: how many times smaller the payload up is than all weights of the model as float32"
         if any(row.factor for row in rows)
         else "",
+        *(privacy_of(result) for result in results if result.epsilon is not None),
     ]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+def privacy_of(result: Result) -> str:
+    """What a private run's ε holds for and what it does not cover; without a final full stop."""
+    assert result.epsilon is not None
+    return (
+        f"Privacy of {printable(result.name)}: epsilon {result.epsilon:.3g} at delta {result.delta:.1e} for adding or "
+        "removing one client, if the server is trusted; every client is counted as if it took part in every round; "
+        "how many replied, when, and what clients log are not covered"
+    )
 
 
 def _span(numbers: Sequence[int]) -> str:

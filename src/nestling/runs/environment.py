@@ -20,12 +20,16 @@ _SETTINGS = (
 )  # fmt: skip
 
 _HOME = re.compile(r"(?:/home|/Users)/[^/\s'\":,]+|[A-Za-z]:\\Users\\[^\\\s'\":,]+|(?<![\w.-])/root(?![\w.-])")
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_SECRET = re.compile(  # bounded and possessive: the text may be somebody else's, made to take long
-    r"(?im)((?:^|[\s.\-_\"'{,])(?:api[_-]?key|access[_-]?key|[\w-]{0,99}token|[\w-]{0,99}secret"
-    r"|password|passwd)[\"']?(?:\s*+[=:]\s*+|\s++))"
-    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,}\"']+)"
+_URL_PASSWORD = re.compile(r"(?<=:)(//?)[^/\s@'\"]+@")  # one slash: an address that went through a `Path`
+# Bounded and possessive: the text may be somebody else's, made to take long. In prose a token is a part of a text, so
+# its value has to follow a sign or a flag's name.
+_NAME = (
+    r"(?:api[_-]?key|access[_-]?key|private[_-]?key|authorization|[\w-]{0,99}token|[\w-]{0,99}secret|password|passwd)"
 )
+_VALUE = r"((?:bearer |basic )?(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s,}\"'&]+))"
+_SECRET = re.compile(rf"(?im)((?:^|[\s.\-_\"'{{,?&;]){_NAME}[\"']?\s*+[=:]\s*+){_VALUE}")
+_FLAG = re.compile(rf"(?im)((?:^|\s)--[\w.-]{{0,99}}?{_NAME}\s++){_VALUE}")
+_KNOWN = re.compile(r"\b(?:hf_|gh[pousr]_|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}")  # tokens of well-known services
 
 
 def describe() -> dict[str, object]:
@@ -89,5 +93,14 @@ def without_private(text: str) -> str:
     home = str(Path.home())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _URL_PASSWORD.sub("***@", _HOME.sub("~", text))
-    return _SECRET.sub(r"\1***", text)
+    return without_secrets(_HOME.sub("~", text))
+
+
+def without_secrets(text: str) -> str:
+    """`text` with passwords, tokens and keys as `***`; paths stay, for whoever reads it has to find them.
+
+    >>> without_secrets("https://ann:pw@host/x: there is no such file")
+    'https://***@host/x: there is no such file'
+    """
+    text = _KNOWN.sub("***", _URL_PASSWORD.sub(r"\1***@", text))
+    return _FLAG.sub(r"\1***", _SECRET.sub(r"\1***", text))

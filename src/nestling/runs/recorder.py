@@ -35,7 +35,8 @@ _RESULT = 1 << 24  # and of result.json, which may hold every item of every row
 _SHOWN_REFUSED = 20
 _OF_NEEDLES = ("recalls", "gains")
 _PERSONAL = ("accuracy_personal", "accuracy_personal_global")
-_LEFT_OUT = (*_OF_NEEDLES, *_PERSONAL, "settings")  # where there is nothing to say
+_PRIVATE = ("epsilon", "delta")
+_LEFT_OUT = (*_OF_NEEDLES, *_PERSONAL, *_PRIVATE, "settings")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
     "choices": str,
@@ -47,7 +48,7 @@ _MESSAGE = (
 _NOT_NEGATIVE = (
     "seed", "rounds", "clients", "test_items", "classes", "trainable_parameters", "payload_bytes_up",
     "payload_bytes_down", "bytes_up", "bytes_down", "seconds", "seconds_references",
-    "model_parameters",
+    "model_parameters", "epsilon", "delta",
 )  # fmt: skip
 
 
@@ -64,6 +65,9 @@ class Result:
     Where clients end with models of their own (FedALA on images), `accuracy_personal` is theirs, each judged by the
     client's own shares of classes, and `accuracy_personal_global` the last state's under the same weights
     (`federation/personal.py`).
+
+    A private run has `epsilon` at `delta`: what all rounds that were ever charged have spent, for adding or removing
+    one client.
 
     A needle run also has `recalls`: for each row (`federation/recalls.py`) one object a client, with its counts, mean
     loss of an answer token, exact answers by depth, and a 0 or 1 an item in `hits` (exact) and `choices` (of four); and
@@ -104,6 +108,8 @@ class Result:
     accuracy_personal: float | None = None
     accuracy_personal_global: float | None = None
     settings: str = ""
+    epsilon: float | None = None
+    delta: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
@@ -116,7 +122,9 @@ class Result:
         if values.get("schema") != SCHEMA:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
-        given: dict[str, Any] = {key: {} for key in _OF_NEEDLES} | dict.fromkeys(_PERSONAL) | {"settings": ""}
+        given: dict[str, Any] = (
+            {key: {} for key in _OF_NEEDLES} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": ""}
+        )
         given |= {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
         if given.keys() != expected.keys():
@@ -285,7 +293,7 @@ class Recorder:
         """Add lines to `log.txt`, each with the time; control characters are escaped, so no line can be forged."""
         now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
         for line in text.splitlines() or [""]:
-            self._log.append(f"{now} {printable(line)}")
+            self._log.append(f"{now} {without_private(printable(line))}")
 
     def finish(self, result: Result) -> None:
         """Write the result, then say that the run is done."""
