@@ -15,8 +15,8 @@ from small import config, images, needle_config, toml
 import nestling.adapters.store
 import nestling.api
 import nestling.resume
-from nestling.api import resume, run
-from nestling.config.schema import FullConfig, RunConfig
+from nestling.api import PrivacyWarning, resume, run
+from nestling.config.schema import FullConfig, PrivacyConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, RunError, WireError
 from nestling.core.types import Progress
 from nestling.federation.reference import References
@@ -24,7 +24,9 @@ from nestling.models.backbones import base_bytes
 from nestling.models.resnet import make_resnet
 from nestling.runs.checkpoint import Checkpoint, CheckpointWarning, newest_checkpoint
 from nestling.runs.folder import read_status, reopen
-from nestling.runs.recorder import Recorder, Result, read_rows
+from nestling.runs.ledger import read_charges
+from nestling.runs.recorder import Recorder, Result, read_rows, read_run
+from nestling.strategies.privacy import spent
 
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -38,6 +40,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "powersgd": {"adapter": FullConfig(targets=("*conv*",)), "codec.kind": "powersgd", "codec.rank": 1},
 }
 """Whatever keeps something between rounds."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::nestling.api.PrivacyWarning")
 
 KEEPS = {"nesterov": "server", "adam": "server", "optimizer": "clients", "ala": "clients", "ssi": "clients"}
 KEEPS |= {"feedback": "clients", "powersgd": "clients"}
@@ -295,6 +299,44 @@ def test_a_needle_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
     cut = dataclasses.replace(made, machine=dataclasses.replace(made.machine, out=str(tmp_path / "cut")))
     result = resume(interrupted(cut, 1))
     assert agrees(result, expected)
+
+
+def private(out: Path) -> RunConfig:
+    made = settings("plain", out)
+    server = dataclasses.replace(made.server, weighting="uniform")
+    return dataclasses.replace(made, server=server, privacy=PrivacyConfig(noise=1.0))
+
+
+def test_cat_094_a_private_run_charges_a_repeated_round_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = interrupted(private(tmp_path), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr("nestling.api.write_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resume(path)
+    result = resume(path)
+    assert [charge.round for charge in read_charges(path)] == [1, 2, 3, 3, 4]
+    assert result.epsilon == spent([(1.0, 1.0)] * 5, 1e-5)
+    assert read_run(path).result == result
+
+
+def test_cat_094_a_ledger_that_lost_a_charge_ends_the_run(tmp_path: Path) -> None:
+    path = interrupted(private(tmp_path), 2)
+    ledger = path / "privacy.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(lines[0])
+    with pytest.raises(WireError, match="1 of 2 charges"):
+        resume(path)
+    ledger.write_bytes(b"".join(lines))
+    assert resume(path).epsilon == spent([(1.0, 1.0)] * 4, 1e-5)
+
+
+def test_cat_046_privacy_for_few_clients_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(PrivacyWarning, match="3 clients a round"):
+        result = run(private(tmp_path))
+    assert "epsilon" in (Path(result.run_dir) / "report.html").read_text()
 
 
 @pytest.mark.slow

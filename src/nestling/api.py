@@ -21,7 +21,7 @@ from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
 from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
-from nestling.core.errors import NestlingError, RunError
+from nestling.core.errors import NestlingError, RunError, WireError
 from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
@@ -34,7 +34,7 @@ from nestling.report.plots import accuracy_against_bytes
 from nestling.resume import Tally, read_references, restore, snapshot, with_own_base, write_references
 from nestling.runs.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
 from nestling.runs.folder import RunFolder, create, read_status, reopen
-from nestling.runs.ledger import Ledger
+from nestling.runs.ledger import LEDGER, Ledger
 from nestling.runs.recorder import Recorder, Result, read_result
 from nestling.strategies.privacy import epsilon, spent
 from nestling.tasks.data import TITLES
@@ -178,7 +178,14 @@ def _run(
         recorder.log(
             f"private: epsilon {planned:.4g} at delta {config.privacy.delta:g} planned for {config.rounds} rounds"
         )
-        parts.server.ledger = Ledger(folder.path)
+        parts.server.ledger = ledger = Ledger(folder.path)
+        if len(ledger.charges) < tally.charges:
+            raise WireError(
+                "ledger",
+                f"has {len(ledger.charges)} of {tally.charges} charges",
+                where=str(folder.path / LEDGER),
+                remedy="Put the file back: without it nobody knows what has been spent.",
+            )
     references, reference_seconds = _references(config, parts, folder, start, tell)
 
     tell("federating")
@@ -198,6 +205,7 @@ def _run(
         seconds = time.perf_counter() - started
         _record(done, parts, config, recorder, seconds=seconds)
         tally.add(done, seconds=seconds)
+        tally.charges = len(parts.server.ledger.charges) if parts.server.ledger else 0
         if done.number == config.rounds:
             tally.averaging_error = _averaging_error(done, worker)
         if worker.fresh is None:  # a part that stays with each client is in no file

@@ -34,7 +34,8 @@ class Tally:
     """What a run has come to so far, besides the state and what the two sides keep; plain values.
 
     `accuracy` is of the last round; `seconds` of all rounds; `abandoned` counts rounds without enough usable replies in
-    a row, and `used` those with. `averaging_error` is measured after the last round only.
+    a row, and `used` those with. `averaging_error` is measured after the last round only. `charges` is how many a
+    private run's ledger holds at least.
     """
 
     round: int = 0
@@ -46,6 +47,7 @@ class Tally:
     used: int = 0
     refusals: dict[str, int] = dataclasses.field(default_factory=dict)
     averaging_error: float | None = None
+    charges: int = 0
 
     def add(self, done: Round, *, seconds: float) -> None:
         """Count a round; `seconds` is the time of all rounds up to its end."""

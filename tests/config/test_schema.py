@@ -57,6 +57,7 @@ REFUSED = [
     *[(f"server.hostile_share = {value}", "server.hostile_share") for value in ("0.5", "-0.1", "nan")],
     *[(f"privacy.{k} = {v}", f"privacy.{k}") for k in ("noise", "quantile") for v in ("-0.1", "nan", "inf")],
     *[(f"privacy.{k} = {v}", f"privacy.{k}") for k in ("clip", "delta") for v in ("0", "-1.0", "nan", "inf")],
+    ("privacy.noise = 1e-6", "privacy.noise"),
     *[(f"privacy.{k} = 1.0", f"privacy.{k}") for k in ("quantile", "delta")],
     ("privacy.noise = 1.0", "server.weighting"),
     ('privacy.noise = 1.0\nserver = {weighting = "uniform", aggregate = "median"}', "server.aggregate"),

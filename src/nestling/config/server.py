@@ -84,6 +84,10 @@ class ServerConfig:
         return self.lr or (0.7 if self.rule == "nesterov" else 0.01)
 
 
+SMALLEST_NOISE = 1e-5
+"""Below it the noise has too few steps of the grid that it is drawn on."""
+
+
 @dataclass(frozen=True)
 class PrivacyConfig:
     """Client-level differential privacy, by a server that is trusted; off unless there is noise."""
@@ -99,6 +103,10 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         at_least("privacy.noise", self.noise, 0)
+        if 0 < self.noise < SMALLEST_NOISE:
+            raise ConfigError(
+                f"{self.noise} hides nothing", where="privacy.noise", remedy=f"Give {SMALLEST_NOISE} or more, or 0."
+            )
         at_least("privacy.clip", self.clip, 0, strict=True)
         at_least("privacy.quantile", self.quantile, 0)
         at_least("privacy.delta", self.delta, 0, strict=True)
