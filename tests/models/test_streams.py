@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
@@ -494,6 +495,7 @@ def test_nothing_says_what_a_stream_holds(way: str) -> None:
             fail(cache)
         texts.append(str(caught.value))
     for text in texts:
-        assert "77" not in text.replace(f"{cache.nbytes:,}", "")
+        shown = re.sub(r"0x[0-9a-f]+", "", text).replace(f"{cache.nbytes:,}", "")  # without addresses of objects
+        assert "77" not in shown
         assert "tensor(" not in text
         assert not any(value in text for value in values if len(value) > 5)
