@@ -1,8 +1,10 @@
 """A run that was cut short and resumed ends as one that never was: state, messages and record, to the bit."""
 
 import dataclasses
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,22 +19,26 @@ import nestling.api
 import nestling.resume
 from nestling.api import PrivacyWarning, resume, run
 from nestling.config.schema import FullConfig, PrivacyConfig, RunConfig
-from nestling.core.errors import ConfigError, ContextError, RunError, WireError
+from nestling.core.errors import ConfigError, ContextError, RunError, StorageError, WireError
 from nestling.core.types import Progress
+from nestling.federation.client import Worker
 from nestling.federation.reference import References
 from nestling.models.backbones import base_bytes
 from nestling.models.resnet import make_resnet
 from nestling.runs.checkpoint import Checkpoint, CheckpointWarning, newest_checkpoint
-from nestling.runs.folder import read_status, reopen
+from nestling.runs.folder import create, read_status, reopen
 from nestling.runs.ledger import read_charges
 from nestling.runs.recorder import Recorder, Result, read_rows, read_run
 from nestling.strategies.privacy import spent
+from nestling.tasks.recall import Recall
 
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
     "nesterov": {"server.rule": "nesterov"},
     "adam": {"server.rule": "adam", "server.clients_per_round": 2},
     "optimizer": {"local.keep_optimizer": True},
+    "yogi": {"server.rule": "yogi", "codec.down_kind": "rotated", "codec.down_bits": 4},
+    "buckets": {"server.aggregate": "clipping", "server.weighting": "uniform", "codec.send": "state"},
     "ala": {"local.rule": "ala"},
     "ssi": {"local.rule": "ssi"},
     "feedback": {"codec.kind": "topk", "codec.share": 0.2, "codec.feedback": True},
@@ -49,11 +55,13 @@ KEEPS |= {"feedback": "clients", "powersgd": "clients"}
 
 def settings(name: str, out: Path, *, rounds: int = 4) -> RunConfig:
     made = config(out, rounds=rounds)
+    tables: dict[str, dict[str, object]] = {}
     for key, value in SETTINGS[name].items():
         table, _, entry = key.partition(".")
-        made = dataclasses.replace(
-            made, **{table: dataclasses.replace(getattr(made, table), **{entry: value}) if entry else value}
-        )
+        tables.setdefault(table, {})[entry] = value
+    for table, values in tables.items():
+        changed = values[""] if "" in values else dataclasses.replace(getattr(made, table), **values)
+        made = dataclasses.replace(made, **{table: changed})
     return made
 
 
@@ -337,6 +345,96 @@ def test_cat_046_privacy_for_few_clients_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(PrivacyWarning, match="3 clients a round"):
         result = run(private(tmp_path))
     assert "epsilon" in (Path(result.run_dir) / "report.html").read_text()
+
+
+def test_a_private_run_writes_down_nothing_of_a_single_reply_but_what_it_says(tmp_path: Path) -> None:
+    result = run(private(tmp_path))
+    assert result.averaging_error is None
+    assert not (Path(result.run_dir) / "messages" / "last-up.msg").exists()
+    assert (Path(result.run_dir) / "messages" / "last-down.msg").exists()
+    page = (Path(result.run_dir) / "report.html").read_text()
+    assert "Not covered: how many replied and when, log.txt, checkpoints" in page
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(images(), data)
+    made = settings("plain", tmp_path / "runs")
+    path = interrupted(dataclasses.replace(made, task=dataclasses.replace(made.task, path=str(data))), 2)
+    labels = data / "train-labels-idx1-ubyte.gz"
+    content = gzip.decompress(labels.read_bytes())
+    labels.write_bytes(gzip.compress(content[:8] + bytes((x + 1) % 10 for x in content[8:])))
+    with pytest.raises(ContextError, match="items"):
+        resume(path)
+    labels.write_bytes(gzip.compress(content))
+    assert resume(path).state_digest == whole("plain")[0].state_digest
+
+
+def test_a_report_that_cannot_be_written_is_written_by_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no space left", where="report.html")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nestling.api.accuracy_against_bytes", full)
+        with pytest.raises(StorageError) as error:
+            run(settings("plain", tmp_path))
+    assert error.value.exit_code == 8
+    (path,) = tmp_path.iterdir()
+    assert read_status(path) == "failed"
+    assert agrees(resume(path), whole("plain")[0])
+    assert (path / "accuracy_against_bytes.svg").exists()
+
+
+def test_a_loss_that_is_no_number_is_kept_as_such(tmp_path: Path) -> None:
+    row = Recall(0, "mk", 1, 0, 0, float("nan"), {0.1: (0, 1)}, [False], [False])
+    with create(tmp_path, "run", "c0ffee00") as folder:
+        nestling.resume.write_references(folder, References(0.0, 0.0, {"local only": [row]}), None)
+        found = nestling.resume.read_references(folder.path)
+        assert found is not None
+        assert repr(found[0].recalls["local only"]) == repr([row])
+        text = (folder.path / "references.json").read_text()
+        (folder.path / "references.json").write_text(text.replace("[0, 1]", "1"))
+        with pytest.raises(WireError, match="damaged"):
+            nestling.resume.read_references(folder.path)
+
+
+def test_a_run_that_ended_out_of_patience_is_not_done_by_resuming_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Worker.handle, []
+
+    def away(self: Worker, client: int, message: bytes) -> bytes:
+        calls.append(client)
+        if len(calls) > 3:
+            raise RuntimeError("away")
+        return original(self, client, message)
+
+    monkeypatch.setattr("nestling.federation.client.Worker.handle", away)
+    with pytest.raises(RunError, match="rounds in a row"):
+        run(settings("plain", tmp_path))
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(RunError, match="no round is left") as error:
+        resume(path)
+    assert error.value.exit_code == 7
+
+
+def test_a_folder_without_settings_says_so(tmp_path: Path) -> None:
+    path = interrupted(settings("plain", tmp_path), 1)
+    (path / "config.toml").unlink()
+    with pytest.raises(ConfigError, match="before its settings were written"):
+        resume(path)
+
+
+def test_gates_that_stay_with_clients_are_resumed_too(tmp_path: Path) -> None:
+    made = needle_config(tmp_path / "whole")
+    made = dataclasses.replace(made, adapter=dataclasses.replace(made.adapter, share="gates"))
+    expected = run(made)
+    cut = dataclasses.replace(made, machine=dataclasses.replace(made.machine, out=str(tmp_path / "cut")))
+    path = interrupted(cut, 1)
+    found = newest_checkpoint(path)
+    assert found is not None
+    assert all("adapter" in kept for kept in found.clients.values())
+    assert agrees(resume(path), expected)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
 from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
-from nestling.core.errors import NestlingError, RunError, WireError
+from nestling.core.errors import ConfigError, NestlingError, RunError, WireError
 from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
@@ -84,8 +84,8 @@ def resume(
 ) -> Result:
     """Go on with a run that was interrupted, killed or failed, after its last finished round.
 
-    It ends in the same state, to the bit, as one never interrupted. A run that is done is left alone, and its result
-    given; a run that was ended before its first round was over begins with that round.
+    It ends in the same state, to the bit, as one never interrupted; a private one has other noise. A run that is done
+    is left alone, and its result given; one that was ended before its first round was over begins with that round.
 
     Args:
         path: the run's folder.
@@ -105,6 +105,12 @@ def resume(
     if read_status(path) == "done":
         return read_result(path)
     with reopen(path) as folder:
+        if read_status(path) == "done":  # by a process that has ended just now
+            return read_result(path)
+        if not (path / "config.toml").is_file():
+            raise ConfigError(
+                "was ended before its settings were written", where=str(path), remedy="Begin a new run: 'nestling run'."
+            )
         config = resolve(load_config(path / "config.toml"))
         found = newest_checkpoint(path)
         rounds = found.round if found else 0
@@ -188,6 +194,12 @@ def _run(
             )
     references, reference_seconds = _references(config, parts, folder, start, tell)
 
+    if tally.round == config.rounds and tally.abandoned >= config.server.patience:
+        raise RunError(
+            f"its last {tally.abandoned} rounds had too few usable replies, and no round is left",
+            where=str(folder.path),
+            remedy="See log.txt; begin a new run with 'nestling run'.",
+        )
     tell("federating")
     started = time.perf_counter() - tally.seconds
     for done in run_rounds(
@@ -206,7 +218,7 @@ def _run(
         _record(done, parts, config, recorder, seconds=seconds)
         tally.add(done, seconds=seconds)
         tally.charges = len(parts.server.ledger.charges) if parts.server.ledger else 0
-        if done.number == config.rounds:
+        if done.number == config.rounds and not config.privacy.noise:  # it is made of the bare replies
             tally.averaging_error = _averaging_error(done, worker)
         if worker.fresh is None:  # a part that stays with each client is in no file
             worker.adapter.load_vector(done.state)
@@ -251,9 +263,10 @@ def _run(
         **_spent(config, parts),
         **_of_task(config, parts, start=start, last=last, accuracy=tally.accuracy, rows=rows),
     )
-    recorder.finish(result)
+    recorder.write_result(result)
     record = write_report([folder.path], folder.path / "report.html").runs[0]
     accuracy_against_bytes([record.result], [record.metrics], folder.path / "accuracy_against_bytes")
+    recorder.finish(result)
     return result
 
 
@@ -368,7 +381,7 @@ def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *,
         if not isinstance(reply, Failure):
             recorder.message(
                 reply, round=done.number, direction="up", client=client, codec=config.codec.up, payload_bytes=up,
-                accepted=refusal is None, reason=refusal.code if refusal else "",
+                accepted=refusal is None, reason=refusal.code if refusal else "", keep=not config.privacy.noise,
             )  # fmt: skip
     for refusal in list(done.refused.values())[:LOGGED]:
         recorder.log(f"round {done.number}: dropped [{refusal.code}] {refusal.detail}\n{refusal.trace}".rstrip())

@@ -25,7 +25,7 @@ from nestling.runs.recorder import is_row
 
 _REFERENCES = "references.json"
 _LARGEST = 1 << 24
-_MAY_CHANGE = ("machine.", "task.path", "base.weights")
+_MAY_CHANGE = ("machine.out", "machine.workers", "machine.references", "task.path", "base.weights")
 """Where things lie and how many clients are trained side by side: it changes no result."""
 
 
@@ -61,7 +61,9 @@ class Tally:
 def snapshot(config: RunConfig, parts: Parts, tally: Tally) -> Checkpoint:
     """All that outlives the round just ended."""
     facts = dataclasses.asdict(tally) | {"settings": flat(config), "base_hash": parts.base_hash}
-    facts["accuracy"] = tally.accuracy if math.isfinite(tally.accuracy) else None
+    facts["data"] = parts.task.digest
+    for name in ("accuracy", "averaging_error"):
+        facts[name] = facts[name] if facts[name] is not None and math.isfinite(facts[name]) else None
     kept = parts.workers[0].kept  # one dict for all workers
     return Checkpoint(tally.round, parts.server.state, parts.server.memory, kept, facts)
 
@@ -69,11 +71,11 @@ def snapshot(config: RunConfig, parts: Parts, tally: Tally) -> Checkpoint:
 def restore(config: RunConfig, parts: Parts, found: Checkpoint) -> Tally:
     """Put a checkpoint back into freshly built parts; returns the sums to go on with.
 
-    Raises `ConfigError` if the settings are not those it was written with, `ContextError` if the base is not.
+    Raises `ConfigError` if the settings are not those it was written with, `ContextError` if base or data are not.
     """
     facts = dict(found.facts)
     try:
-        settings, hashed = facts.pop("settings"), facts.pop("base_hash")
+        settings, hashed, data = (facts.pop(name) for name in ("settings", "base_hash", "data"))
         facts["accuracy"] = float("nan") if facts["accuracy"] is None else facts["accuracy"]
         tally = Tally(**facts)
         same = found.state.size == parts.agreement.layout.size and tally.round == found.round
@@ -91,6 +93,12 @@ def restore(config: RunConfig, parts: Parts, found: Checkpoint) -> Tally:
             f"its base was {str(hashed)[:12]}, the one made now is {parts.base_hash[:12]}",
             where=f"round {found.round}",
             remedy="Put the run's base.safetensors, or the model it names, back as it was.",
+        )
+    if data != parts.task.digest:
+        raise ContextError(
+            "the clients' items or the held-out ones are not those it was begun with",
+            where=f"round {found.round}",
+            remedy="Put the data back as it was, or begin a new run with 'nestling run'.",
         )
     parts.server.restore(found.state, found.server, round=found.round)
     parts.workers[0].kept.clear()
@@ -155,12 +163,12 @@ def read_references(folder: Path) -> tuple[References, float | None] | None:
         numbers = [x for x in (local, centralised, seconds) if x is not None]
         if not all(type(x) in (int, float) for x in numbers) or not all(map(is_row, rows.values())):
             raise TypeError
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WireError("references", "is damaged", where=where, remedy="Delete it: they are trained again.") from error
-    recalls = {}
-    if rows:
-        from nestling.federation.recalls import from_entries
+        recalls = {}
+        if rows:
+            from nestling.federation.recalls import from_entries
 
-        recalls = from_entries(rows)
+            recalls = from_entries(rows)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WireError("references", "is damaged", where=where, remedy="Delete it: they are trained again.") from error
     nan = float("nan")
     return References(nan if local is None else local, nan if centralised is None else centralised, recalls), seconds

@@ -239,8 +239,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
     codec = draw(codecs)
     can_be_private = (server.weighting, server.aggregate, codec.send) == ("uniform", "mean", "delta")
     privacy = PrivacyConfig(
-        draw(st.just(0.0) | st.floats(1e-5, 1e300)) if can_be_private else 0.0,
-        draw(st.floats(1e-300, 1e300)),
+        draw(st.just(0.0) | st.floats(1e-5, 2.0**20)) if can_be_private else 0.0,
+        draw(st.floats(2.0**-60, 2.0**60)),
         draw(st.floats(0, 0.99)),
         draw(st.floats(1e-300, 0.99)),
     )

@@ -103,10 +103,13 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         at_least("privacy.noise", self.noise, 0)
-        if 0 < self.noise < SMALLEST_NOISE:
-            raise ConfigError(
-                f"{self.noise} hides nothing", where="privacy.noise", remedy=f"Give {SMALLEST_NOISE} or more, or 0."
-            )
+        for name, smallest, largest in (("noise", SMALLEST_NOISE, 2.0**20), ("clip", 2.0**-60, 2.0**60)):
+            if getattr(self, name) and not smallest <= getattr(self, name) <= largest:
+                raise ConfigError(
+                    f"{getattr(self, name):g} is not allowed",
+                    where=f"privacy.{name}",
+                    remedy=f"Give {smallest:.3g} to {largest:.3g}.",
+                )
         at_least("privacy.clip", self.clip, 0, strict=True)
         at_least("privacy.quantile", self.quantile, 0)
         at_least("privacy.delta", self.delta, 0, strict=True)

@@ -12,6 +12,7 @@ Every row is judged on the same items, so that two rows are compared item by ite
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from torch import nn
@@ -133,6 +134,7 @@ def entries(rows: Mapping[str, list[Recall]]) -> dict[str, list[dict[str, Any]]]
     return {
         name: [
             asdict(recall)
+            | {"loss": recall.loss if isfinite(recall.loss) else None}
             | {key: "".join("01"[hit] for hit in getattr(recall, key)) for key in ("hits", "choices")}
             | {"by_depth": {str(depth): list(counts) for depth, counts in recall.by_depth.items()}}
             for recall in row
@@ -151,8 +153,9 @@ def from_entries(rows: Mapping[str, list[dict[str, Any]]]) -> Rows:
 
     def recall(entry: dict[str, Any]) -> Recall:
         texts = {key: [sign == "1" for sign in entry[key]] for key in ("hits", "choices")}
+        loss = float("nan") if entry["loss"] is None else float(entry["loss"])
         depths = {float(depth): (right, count) for depth, (right, count) in entry["by_depth"].items()}
-        return Recall(**(entry | texts | {"by_depth": depths}))
+        return Recall(**(entry | texts | {"by_depth": depths, "loss": loss}))
 
     return {name: [recall(entry) for entry in row] for name, row in rows.items()}
 

@@ -3,7 +3,7 @@
     reject what is no reply of this round    →    cut outliers    →    mean, or a robust rule    →    step by the rule
 
 A reply is judged before it touches the state, and a bad one costs only itself: it is dropped under a stable code and
-the round goes on. Cutting costs honest clients nothing as long as `outlier` is well above their spread, and bounds what
+the round goes on. Cutting costs honest clients nothing as long as `outlier` is above their spread, and bounds what
 one client can do to a mean of n: it counts for at most `outlier` usual ones, and pulls at most `outlier` times as hard.
 """
 

@@ -195,8 +195,8 @@ def privacy_of(result: Result) -> str:
     assert result.epsilon is not None
     return (
         f"Privacy of {printable(result.name)}: epsilon {result.epsilon:.3g} at delta {result.delta:.1e} for adding or "
-        "removing one client, if the server is trusted; every client is counted as if it took part in every round; "
-        "how many replied, when, and what clients log are not covered"
+        "removing one client, if the server is trusted; every client is counted as if it took part in every round. Not "
+        "covered: how many replied and when, log.txt, checkpoints, and the rows local only and centralised"
     )
 
 

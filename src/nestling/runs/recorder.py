@@ -133,6 +133,8 @@ class Result:
                 f"has other entries (missing {missing[:3]}, unexpected {[printable(str(key)) for key in extra[:3]]})"
             )
             raise WireError("fields", cause, where=where)
+        if (given["epsilon"] is None) != (given["delta"] is None):
+            raise WireError("fields", "has only one of epsilon and delta", where=where)
         return cls(**{name: _checked(name, given[name], kind, where) for name, kind in expected.items()})
 
 
@@ -259,8 +261,12 @@ class Recorder:
         payload_bytes: int,
         accepted: bool = True,
         reason: str = "",
+        keep: bool = True,
     ) -> None:
-        """Record one message as it travelled, with the server's verdict; a refused message has cost its bytes too."""
+        """Record one message as it travelled, with the server's verdict; a refused message has cost its bytes too.
+
+        `keep`: it may become the `messages/last-….msg` that people look into.
+        """
         row = {
             "round": round,
             "direction": direction,
@@ -273,7 +279,7 @@ class Recorder:
         }
         self._bytes.append(to_json(_plain(row)))
         self._sent[direction] += len(message)
-        if len(message) <= _KEPT_MESSAGE:
+        if keep and len(message) <= _KEPT_MESSAGE:
             self._last[direction] = message
 
     def round(self, number: int, values: Mapping[str, object]) -> None:
@@ -295,9 +301,13 @@ class Recorder:
         for line in text.splitlines() or [""]:
             self._log.append(f"{now} {without_private(printable(line))}")
 
+    def write_result(self, result: Result) -> None:
+        """Write the result of a run that is not done before its report is written."""
+        self.folder.write("result.json", (to_json(result.to_dict(), indent=2) + "\n").encode())
+
     def finish(self, result: Result) -> None:
         """Write the result, then say that the run is done."""
-        self.folder.write("result.json", (to_json(result.to_dict(), indent=2) + "\n").encode())
+        self.write_result(result)
         self.folder.set_status("done")
         self.close()
 

@@ -1,7 +1,9 @@
 """Image classification over clients: the items of each client, seeded batches, and accuracy on held-out items."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -61,6 +63,14 @@ class ImageTask:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of one batch."""
         return F.cross_entropy(model(batch[0]), batch[1])
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal digest of all items, and of who holds which."""
+        found = hashlib.sha256()
+        for part in (self._train.x, self._train.y, self._held_out.x, self._held_out.y, *self._shares):
+            found.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()[:32]
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Score:

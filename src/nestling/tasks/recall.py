@@ -10,8 +10,11 @@ Source: FedNL (arXiv 2605.16350) scores four choices on 15 to 25 items a client;
 the number of items are ours.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -124,6 +127,12 @@ class NeedleTask:
     def clients(self) -> list[int]:
         """Numbers of the clients."""
         return list(range(len(self.templates)))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal digest of the text around the facts and of all held-out items, in tokens."""
+        items = [(i.prompt, i.answer) for client in self.clients() for i in self.held_out(client)]
+        return hashlib.sha256(json.dumps([self._filler, self._held_out_filler, items]).encode()).hexdigest()[:32]
 
     def examples(self, client: int | None) -> int:
         """How many training items a client holds."""
