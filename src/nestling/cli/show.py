@@ -41,7 +41,7 @@ def show_plan(args: Sequence[str]) -> int:
 
     p = plan(command.config)
     if command.json:
-        print(json.dumps(dataclasses.asdict(p), indent=2))
+        print(json.dumps(dataclasses.asdict(p), indent=2, allow_nan=False))
         return 0
     table = Table(title=f"{command.config.name}: {p.method}, {p.codec_up} up, {p.codec_down} down", show_header=False)
     table.add_column()
@@ -120,7 +120,7 @@ def ls(args: Sequence[str]) -> int:
     runs = list_runs(Path(command.folder))
     if command.json:
         for run in runs:
-            print(json.dumps({**dataclasses.asdict(run), "path": str(run.path)}))
+            print(json.dumps({**dataclasses.asdict(run), "path": str(run.path)}, allow_nan=False))
         return 0
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", no_wrap=True, overflow="fold")  # what `report` is given: whole, also in a narrow terminal
@@ -225,7 +225,7 @@ def message(args: Sequence[str]) -> int:
         header[key] = header[key].hex()
     header["payload_bytes"] = len(data) - HEADER_SIZE
     if command.json:
-        print(json.dumps(header))
+        print(json.dumps(header, allow_nan=False))
         return 0
     table = Table(title=Text(printable(path.name)), show_header=False)
     for key, value in header.items():

@@ -132,7 +132,8 @@ class NeedleTask:
     def digest(self) -> str:
         """Hexadecimal digest of the text around the facts and of all held-out items, in tokens."""
         items = [(i.prompt, i.answer) for client in self.clients() for i in self.held_out(client)]
-        return hashlib.sha256(json.dumps([self._filler, self._held_out_filler, items]).encode()).hexdigest()[:32]
+        written = json.dumps([self._filler, self._held_out_filler, items], allow_nan=False)
+        return hashlib.sha256(written.encode()).hexdigest()[:32]
 
     def examples(self, client: int | None) -> int:
         """How many training items a client holds."""
