@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 0
 .PHONY: demo memory test lint bench bench-language results clean help
 
 help:
-	@echo "make demo     FLITE beside FedAvg on eight clients, about two minutes after installation"
+	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
 	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make lint     lint, types and imports only"

@@ -18,7 +18,7 @@ from cells import Cells, Overrides, origin, with_settings
 
 import nestling
 from nestling.report.tables import accuracy_text
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 from pareto import row_of  # isort: skip
 

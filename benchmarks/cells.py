@@ -20,7 +20,7 @@ from typing import Any
 from nestling.build import resolve, run_id
 from nestling.config.schema import RunConfig
 from nestling.runs.files import LineFile, read_lines
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 Overrides = Mapping[str, Any]
 """Settings by dotted name, as on the command line: {"codec.bits": 4, "local.lr": 0.1}."""

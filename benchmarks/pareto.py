@@ -27,7 +27,7 @@ from nestling.config.schema import RunConfig
 from nestling.core.errors import RunError
 from nestling.report.intervals import interval
 from nestling.report.tables import Row, to_markdown
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 HERE = Path(__file__).parent
 RESULTS, FIGURE = HERE / "results" / "pareto.json", HERE.parent / "docs" / "pareto"

@@ -22,7 +22,8 @@ from nestling.federation.reference import References
 from nestling.models.backbones import base_hash, load_base
 from nestling.models.resnet import make_resnet
 from nestling.runs.folder import list_runs, read_status
-from nestling.runs.recorder import Result, read_result, read_rows, read_run
+from nestling.runs.recorder import read_result, read_rows, read_run
+from nestling.runs.result import Result
 
 
 def only_run(out: Path) -> Path:

@@ -17,7 +17,7 @@ from small import config, images, needle_config, toml
 import nestling.adapters.store
 import nestling.api
 import nestling.resume
-from nestling.api import PrivacyWarning, resume, run
+from nestling.api import resume, run
 from nestling.config.schema import FullConfig, PrivacyConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, RunError, StorageError, WireError
 from nestling.core.types import Progress
@@ -25,10 +25,12 @@ from nestling.federation.client import Worker
 from nestling.federation.reference import References
 from nestling.models.backbones import base_bytes
 from nestling.models.resnet import make_resnet
+from nestling.private import PrivacyWarning
 from nestling.runs.checkpoint import Checkpoint, CheckpointWarning, newest_checkpoint
 from nestling.runs.folder import create, read_status, reopen
 from nestling.runs.ledger import read_charges
-from nestling.runs.recorder import Recorder, Result, read_rows, read_run
+from nestling.runs.recorder import Recorder, read_rows, read_run
+from nestling.runs.result import Result
 from nestling.strategies.privacy import spent
 from nestling.tasks.recall import Recall
 
@@ -47,7 +49,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 """Whatever keeps something between rounds."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::nestling.api.PrivacyWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::nestling.private.PrivacyWarning")
 
 KEEPS = {"nesterov": "server", "adam": "server", "optimizer": "clients", "ala": "clients", "ssi": "clients"}
 KEEPS |= {"feedback": "clients", "powersgd": "clients"}

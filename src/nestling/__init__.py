@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from nestling.core.types import Progress
     from nestling.inference.cache import new_cache
     from nestling.inference.stream import Session
-    from nestling.runs.recorder import Result
+    from nestling.runs.result import Result
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ _HOMES = {
     "NestlingError": "nestling.core.errors",
     "Plan": "nestling.build",
     "Progress": "nestling.core.types",
-    "Result": "nestling.runs.recorder",
+    "Result": "nestling.runs.result",
     "RunConfig": "nestling.config.schema",
     "Session": "nestling.inference.stream",
     "attach": "nestling.adapters.base",

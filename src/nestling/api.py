@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 import torch
 
+from nestling import private
 from nestling.adapters.base import averaging_error
 from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
 from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
-from nestling.core.errors import ConfigError, NestlingError, RunError, WireError
+from nestling.core.errors import ConfigError, NestlingError, RunError
 from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
@@ -34,14 +34,12 @@ from nestling.report.plots import accuracy_against_bytes
 from nestling.resume import Tally, read_references, restore, snapshot, with_own_base, write_references
 from nestling.runs.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
 from nestling.runs.folder import RunFolder, create, read_status, reopen
-from nestling.runs.ledger import LEDGER, Ledger
-from nestling.runs.recorder import Recorder, Result, read_result
-from nestling.strategies.privacy import epsilon, spent
+from nestling.runs.recorder import Recorder, read_result
+from nestling.runs.result import Result
 from nestling.tasks.data import TITLES
 from nestling.tasks.images import ImageTask
 from nestling.tasks.recall import NeedleTask, Recall
 
-FEW_CLIENTS = 100
 LOGGED = 10
 """Refused replies of a round that are told in full."""
 
@@ -74,9 +72,7 @@ def run(
     config = resolve(config)
     with create(Path(config.machine.out), config.name, run_id(config)) as folder:
         recorder = Recorder.start(folder, config=dump_config(config), command=command or ["nestling.run"])
-        if references is not None:
-            write_references(folder, references, None)
-        return _recorded(config, folder, recorder, progress, None)
+        return _recorded(config, folder, recorder, progress, None, references)
 
 
 def resume(
@@ -126,11 +122,14 @@ def _recorded(
     recorder: Recorder,
     progress: Callable[[Progress], None] | None,
     found: Checkpoint | None,
+    given: References | None = None,
 ) -> Result:
     """The run, and how it ended in its folder's status and log."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # clients side by side, one thread each: faster, and the same bits on any machine load
     try:
+        if given is not None:
+            write_references(folder, given, None)
         return _run(config, folder, recorder, progress or (lambda _: None), found)
     except KeyboardInterrupt:
         kept = (folder.path / "checkpoints").is_dir()
@@ -180,18 +179,7 @@ def _run(
     if found is not None:
         tally = restore(config, parts, found)
     if config.privacy.noise:
-        planned = planned_epsilon(config)
-        recorder.log(
-            f"private: epsilon {planned:.4g} at delta {config.privacy.delta:g} planned for {config.rounds} rounds"
-        )
-        parts.server.ledger = ledger = Ledger(folder.path)
-        if len(ledger.charges) < tally.charges:
-            raise WireError(
-                "ledger",
-                f"has {len(ledger.charges)} of {tally.charges} charges",
-                where=str(folder.path / LEDGER),
-                remedy="Put the file back: without it nobody knows what has been spent.",
-            )
+        parts.server.ledger = private.open_ledger(config, folder, recorder, charged=tally.charges)
     references, reference_seconds = _references(config, parts, folder, start, tell)
 
     if tally.round == config.rounds and tally.abandoned >= config.server.patience:
@@ -260,13 +248,13 @@ def _run(
         model_parameters=sum(p.numel() for p in parts.base.parameters()),
         rejected=tally.refusals,
         settings=settings_digest(config),
-        **_spent(config, parts),
+        **private.spent_so_far(config, parts.server.ledger),
         **_of_task(config, parts, start=start, last=last, accuracy=tally.accuracy, rows=rows),
     )
-    recorder.write_result(result)
+    recorder.result(result)
     record = write_report([folder.path], folder.path / "report.html").runs[0]
     accuracy_against_bytes([record.result], [record.metrics], folder.path / "accuracy_against_bytes")
-    recorder.finish(result)
+    recorder.finish()
     return result
 
 
@@ -284,32 +272,6 @@ def settings_digest(config: RunConfig) -> str:
     if shared["adapter"].get("seed") == config.seed:
         shared["adapter"]["seed"] = None
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
-
-
-class PrivacyWarning(UserWarning):
-    """Noise for few clients: the guarantee holds, and little is left of what they learn."""
-
-
-def planned_epsilon(config: RunConfig) -> float:
-    """What the run will have spent if no round is repeated; asked before the first, so that nothing lacks later."""
-    asked = config.server.clients_per_round or config.task.clients
-    if asked < FEW_CLIENTS:
-        warnings.warn(
-            f"privacy for {asked} clients a round: the noise on their mean is {config.privacy.noise / asked:.2g} of a "
-            "clip in every number; client-level privacy is meant for hundreds and more",
-            PrivacyWarning,
-            stacklevel=3,
-        )
-    return epsilon(config.privacy.noise, config.rounds, config.privacy.delta)
-
-
-def _spent(config: RunConfig, parts: Parts) -> dict[str, float]:
-    ledger = parts.server.ledger
-    if ledger is None:
-        return {}
-    ledger.close()
-    charged = spent([charge.mechanism for charge in ledger.charges], config.privacy.delta)
-    return {"epsilon": charged, "delta": config.privacy.delta}
 
 
 def _references(

@@ -21,7 +21,7 @@ from nestling.federation.reference import References
 from nestling.runs.checkpoint import Checkpoint
 from nestling.runs.files import from_json, printable, read_file, to_json
 from nestling.runs.folder import RunFolder
-from nestling.runs.recorder import is_row
+from nestling.runs.result import is_row
 
 _REFERENCES = "references.json"
 _LARGEST = 1 << 24

@@ -19,7 +19,8 @@ from nestling.config.load import load_config
 from nestling.config.schema import FullConfig
 from nestling.core.types import Progress
 from nestling.runs.folder import read_status
-from nestling.runs.recorder import Result, read_result, read_rows
+from nestling.runs.recorder import read_result, read_rows
+from nestling.runs.result import Result
 
 QUICK = ["--rounds", "1", "--machine.no-references"]
 

@@ -6,7 +6,8 @@ from datetime import datetime
 import pytest
 
 from nestling.runs.folder import create
-from nestling.runs.recorder import Recorder, Result
+from nestling.runs.recorder import Recorder
+from nestling.runs.result import Result
 
 BASE = Result(
     name="demo",
@@ -96,7 +97,8 @@ def run_of(tmp_path):
                 recorder.message(bytes(64 + down["payload_bytes"]), round=row["round"], client=client, **down)
                 recorder.message(bytes(64 + up["payload_bytes"]), round=row["round"], client=client, **up, **verdict)
             recorder.round(row["round"], {"accuracy": row["accuracy"]})
-        recorder.finish(result)
+        recorder.result(result)
+        recorder.finish()
         folder.close()
         made.append(folder.path)
         return folder.path

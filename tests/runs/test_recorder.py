@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.runs.folder import create, read_status
-from nestling.runs.recorder import Recorder, Result, Traffic, read_result, read_rows, read_run
+from nestling.runs.recorder import Recorder, Traffic, read_result, read_rows, read_run
+from nestling.runs.result import Result
 
 RESULT = Result(
     name="demo",
@@ -88,7 +89,8 @@ def test_a_run_is_read_back_as_written(folder):
     recorder.round(1, {"accuracy": np.float32(0.5), "loss": float("nan"), "per_client": [1, math.inf]})
     exchange(recorder, 2, accepted=False)
     recorder.round(2, {"accuracy": 0.75, "loss": 0.1, "note": "ok", "replies": np.int64(1)})
-    recorder.finish(RESULT)
+    recorder.result(RESULT)
+    recorder.finish()
     run = read_run(folder.path)
     assert run.status == "done"
     assert run.result == RESULT
@@ -150,7 +152,8 @@ def test_of_many_refused_messages_the_first_are_kept_and_all_are_counted(folder)
     recorder = start(folder)
     for number in range(1, 31):
         exchange(recorder, number, accepted=False)
-    recorder.finish(RESULT)
+    recorder.result(RESULT)
+    recorder.finish()
     run = read_run(folder.path)
     assert [row["round"] for row in run.refused] == list(range(1, 21))
     assert sum(run.refusals.values()) == 30
@@ -163,7 +166,8 @@ def test_no_file_of_a_run_is_followed_waited_for_or_read_without_end(folder, tmp
     recorder = start(folder)
     exchange(recorder, 1)
     recorder.round(1, {})
-    recorder.finish(RESULT)
+    recorder.result(RESULT)
+    recorder.finish()
     path, copy = folder.path / name, tmp_path / "copy"
     path.rename(copy)
     for make in (lambda: path.symlink_to(copy), lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
@@ -199,7 +203,8 @@ def test_no_file_of_a_run_is_followed_waited_for_or_read_without_end(folder, tmp
 )
 def test_a_damaged_row_is_named(folder, line):
     recorder = start(folder)
-    recorder.finish(RESULT)
+    recorder.result(RESULT)
+    recorder.finish()
     (folder.path / "bytes.jsonl").write_text(line + "\n")
     with pytest.raises(WireError, match=r"bytes\.jsonl"):
         read_run(folder.path)
@@ -283,7 +288,8 @@ def test_a_needle_runs_rows_are_read_back(folder):
     many = [CLIENT | {"items": 50_000, "exact": 50_000, "chosen": 0, "hits": "1" * 50_000, "choices": "0" * 50_000}]
     large = dataclasses.replace(RECALLED, recalls={"trained": many})
     recorder = start(folder)
-    recorder.finish(large)
+    recorder.result(large)
+    recorder.finish()
     assert read_result(folder.path) == large
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.core.vectors import norm
 from nestling.strategies import privacy
 from nestling.strategies.privacy import (
     LARGEST_CLIP,
@@ -28,7 +29,6 @@ from nestling.strategies.privacy import (
     mean_noise_multiplier,
     noise_for,
     noised_mean,
-    norm,
     private_mean,
     spent,
 )

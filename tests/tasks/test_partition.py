@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestling.config.schema import ServerConfig
 from nestling.core.errors import ConfigError
 from nestling.tasks.partition import dirichlet_shares, iid_shares
 
@@ -92,3 +93,19 @@ def test_an_alpha_that_means_nothing_is_refused(alpha) -> None:
 
 KNOWN = [[2, 10], [0, 3, 5, 8, 9, 11], [1, 4, 6, 7]]
 KNOWN_IID = [[2, 4, 5], [0, 1], [3, 6]]
+
+
+def most_over_median(clients: int, seed: int) -> float:
+    """Of the 3,500 items in ten classes by α = 0.1: the largest share over the median of those that hold any."""
+    labels = np.arange(3500) % 10
+    sizes = [len(share) for share in dirichlet_shares(labels, clients=clients, alpha=0.1, seed=seed) if len(share)]
+    return max(sizes) / float(np.median(sizes))
+
+
+@pytest.mark.parametrize("clients", [8, 20])
+def test_honest_clients_are_no_outliers_by_their_number_of_items(clients: int) -> None:
+    assert max(most_over_median(clients, seed) for seed in range(40)) < ServerConfig().outlier
+
+
+def test_but_in_a_large_cohort_one_of_them_can_be() -> None:
+    assert max(most_over_median(100, seed) for seed in range(40)) > ServerConfig().outlier

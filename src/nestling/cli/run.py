@@ -20,7 +20,7 @@ from nestling.core.errors import ConfigError
 from nestling.core.types import Progress
 
 if TYPE_CHECKING:
-    from nestling.runs.recorder import Result
+    from nestling.runs.result import Result
 
 Command = TypeVar("Command")
 

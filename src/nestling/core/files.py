@@ -49,11 +49,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         finally:
             os.close(handle)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -65,3 +61,21 @@ def write_atomic(path: Path, data: bytes) -> None:
             where=str(path),
             remedy="Free some space; what was there before is intact." if full else "What was there before is intact.",
         ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names of the files in `path`. Raises `StorageError` if it may not have them."""
+    try:
+        _sync_folder(path)
+    except OSError as error:
+        raise StorageError(
+            f"could not be written ({error.strerror})", where=str(path), remedy="What was there before is intact."
+        ) from error
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -7,7 +7,7 @@ order given (the model's own), so the layout itself is part of what client and s
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import prod, sqrt
 
 import numpy as np
 from jaxtyping import Float32
@@ -15,6 +15,15 @@ from jaxtyping import Float32
 from nestling.core.errors import ContextError
 
 Vector = Float32[np.ndarray, "n"]
+
+
+def norm(vector: Vector) -> float:
+    """‖vector‖, in float64, in which no float32 overflows.
+
+    >>> norm(np.float32([3, 4])), norm(np.float32([3e38, 3e38])) > 4e38
+    (5.0, True)
+    """
+    return sqrt(float(np.square(vector, dtype=np.float64).sum()))
 
 
 @dataclass(frozen=True)

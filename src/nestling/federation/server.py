@@ -132,17 +132,16 @@ class Server:
         if not times or not accepted or self._privacy is not None:  # whose own clip does not look at other replies
             return accepted, []
         is_difference = self._agreement.codec.send == "delta"
-        vectors = np.stack([r.vector if is_difference else r.vector - self._sent for r in accepted])
-        vectors, rows = bounded_norms(vectors, times=times)
+        changes = [r.vector if is_difference else r.vector - self._sent for r in accepted]
         most = max(1, int(times * float(np.median([r.weight for r in accepted]))))
-        bounded, cut = list(accepted), list[int]()
-        for row, reply in enumerate(accepted):
-            if row in rows:
-                state = self._sent + vectors[row]
-                bounded[row] = replace(reply, vector=vectors[row] if is_difference else state, state=state)
-            if reply.weight > most:
-                bounded[row] = replace(bounded[row], weight=most)
-            if bounded[row] is not reply:
+        bounded, cut = list[Reply](), list[int]()
+        for reply, change, short in zip(accepted, changes, bounded_norms(changes, times=times), strict=True):
+            kept = replace(reply, weight=most) if reply.weight > most else reply
+            if short is not change:
+                state = self._sent + short
+                kept = replace(kept, vector=short if is_difference else state, state=state)
+            bounded.append(kept)
+            if kept is not reply:
                 cut.append(reply.client)
         return bounded, cut
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from nestling.core.errors import ContextError
 from nestling.report.tables import Row, caption_of, rows_of, settings_of
 from nestling.runs.files import printable
-from nestling.runs.recorder import Result, RunRecord, read_run
+from nestling.runs.recorder import RunRecord, read_run
+from nestling.runs.result import Result
 
 _METHOD = ("name", "seed", "adapter", "codec", "machine")
 _MUST_AGREE = ("task", "rounds", "clients", "alpha", "test_items", "evaluated_on", "base_hash")

@@ -20,7 +20,8 @@ from nestling.report.recalls import client_headings, recall_caption, recall_rows
 from nestling.report.tables import HEADINGS, by_method, cells, human_bytes, human_seconds
 from nestling.runs.environment import without_private
 from nestling.runs.files import printable
-from nestling.runs.recorder import Result, RunRecord, Traffic
+from nestling.runs.recorder import RunRecord, Traffic
+from nestling.runs.result import Result
 
 
 def write_report(run_dirs: Sequence[Path], path: Path) -> Comparison:

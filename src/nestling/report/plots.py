@@ -24,7 +24,7 @@ from matplotlib.transforms import Bbox
 
 from nestling.core.files import write_atomic
 from nestling.report.tables import by_method, csv_text, rows_of
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 Metrics = Sequence[Mapping[str, Any]]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from nestling.report.intervals import wilson
 from nestling.report.tables import escaped, human_bytes
 from nestling.runs.files import printable
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 _LABELS: Mapping[str, str] = {
     "full attention": "frozen base, full attention",

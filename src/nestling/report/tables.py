@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nestling.report.intervals import has_spread, interval
 from nestling.runs.files import printable
-from nestling.runs.recorder import Result
+from nestling.runs.result import Result
 
 _REFERENCES: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
     ("frozen base", lambda result: result.accuracy_base),

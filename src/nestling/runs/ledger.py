@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nestling.core.errors import WireError
-from nestling.runs.files import LineFile, from_json, printable, read_lines, storage_error, to_json
+from nestling.core.files import sync_folder
+from nestling.runs.files import LineFile, from_json, printable, read_lines, to_json
 
 LEDGER = "privacy.jsonl"
 _KINDS: dict[str, Any] = {
@@ -39,18 +40,6 @@ class Charge:
         return self.noise_multiplier, self.sampling_rate
 
 
-class _Synced(LineFile):
-    """Lines that are on the disk when `append` returns. Raises `StorageError` if they may not be."""
-
-    def append(self, line: str) -> None:
-        super().append(line)
-        assert self._handle is not None
-        try:
-            os.fsync(self._handle)
-        except OSError as error:
-            raise storage_error(self.path, len(line) + 1, error) from error
-
-
 class Ledger:
     """The ledger in a run's folder, which the caller holds the lock of. `charges` are all that were ever made.
 
@@ -69,10 +58,10 @@ class Ledger:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = _Synced(folder / LEDGER)
+        self._file = LineFile(folder / LEDGER)
         try:
             self.charges = read_charges(folder)
-            _sync(folder)  # so that the file's name is on the disk too
+            sync_folder(folder)  # so that the file's name is on the disk too
         except BaseException:
             self._file.close()
             raise
@@ -82,6 +71,7 @@ class Ledger:
         line = to_json(asdict(charge))
         read_back = _charge(line, "charge")
         self._file.append(line)
+        self._file.sync()
         self.charges.append(read_back)
 
     def close(self) -> None:
@@ -121,14 +111,3 @@ def _charge(line: str | bytes, where: str) -> Charge:
     ):
         raise WireError("rows", "has a number that cannot be", where=where)
     return charge
-
-
-def _sync(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise storage_error(folder, 0, error) from error

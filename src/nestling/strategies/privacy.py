@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from nestling.core.errors import ConfigError, ContextError, WireError
-from nestling.core.vectors import Vector
+from nestling.core.vectors import Vector, norm
 
 Steps = Int64[np.ndarray, "n"]
 
@@ -84,15 +84,6 @@ def clipped(vector: Vector, on: Grid) -> Steps:
         if int(steps @ steps) <= on.bound**2:
             return steps
         scale *= 1 - 2.0**-40
-
-
-def norm(vector: Vector) -> float:
-    """‖vector‖, in float64, in which no float32 overflows.
-
-    >>> norm(np.float32([3, 4])), norm(np.float32([3e38, 3e38])) > 4e38
-    (5.0, True)
-    """
-    return sqrt(float(np.square(vector, dtype=np.float64).sum()))
 
 
 def noised_mean(vectors: Sequence[Vector], *, size: int, clip: float, noise_multiplier: float, cohort: int) -> Vector:

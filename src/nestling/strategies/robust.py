@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from nestling.core.errors import ConfigError
-from nestling.core.vectors import Vector
+from nestling.core.vectors import Vector, norm
 
 Rule = Literal["median", "trimmed", "krum", "rfa", "clipping"]
 Vectors = Float32[np.ndarray, "k n"]
@@ -183,40 +183,27 @@ def shortened(vector: Vector, *, limit: float) -> Vector:
     >>> shortened(np.float32([3, 4]), limit=1.0)
     array([0.6, 0.8], dtype=float32)
     """
-    wide = vector.astype(np.float64)
-    norm = sqrt(np.add.reduce(np.square(wide)))
-    return vector if norm <= limit else (wide * (limit / norm)).astype(np.float32)
+    length = norm(vector)
+    return vector if length <= limit else (vector.astype(np.float64) * (limit / length)).astype(np.float32)
 
 
-def bounded_norms(vectors: Vectors, *, times: float) -> tuple[Vectors, list[int]]:
-    """Vectors no longer than `times` the median length, and the rows that were scaled down to it.
+def bounded_norms(vectors: Sequence[Vector], *, times: float) -> list[Vector]:
+    """Vectors no longer than `times` the median length: each is `shortened` to that, or itself.
 
     x_k ← x_k · min(1, C / ‖x_k‖)        C = times · median_i ‖x_i‖
 
     Nobody then moves a mean of n by more than C / n. Meant for differences: of states, subtract the round's start
-    first. If more than half of the vectors are 0, so is C, and all others become 0. Rows that are not
-    named are as they were, bit for bit; if none is, the array returned is the one given.
+    first. If more than half of the vectors are 0, so is C, and all others become 0.
 
     Args:
-        vectors: float32[n, d], finite.
+        vectors: float32[n] each, finite.
         times: > 0.
 
-    >>> bounded_norms(np.float32([[3, 4], [0, 5], [0, 50]]), times=2.0)
-    (array([[ 3.,  4.],
-           [ 0.,  5.],
-           [ 0., 10.]], dtype=float32), [2])
+    >>> bounded_norms([np.float32([3, 4]), np.float32([0, 5]), np.float32([0, 50])], times=2.0)[2]
+    array([ 0., 10.], dtype=float32)
     """
-    n, d = vectors.shape
-    if n == 0:
-        return vectors, []
-    norms = _distances(vectors, np.zeros(d))
-    limit = times * float(np.median(norms))
-    clipped = np.flatnonzero(norms > limit).tolist()
-    if clipped:
-        vectors = vectors.copy()
-        for k in clipped:
-            vectors[k] = vectors[k].astype(np.float64) * (limit / norms[k])
-    return vectors, clipped
+    limit = times * float(np.median([norm(vector) for vector in vectors])) if vectors else 0.0
+    return [shortened(vector, limit=limit) for vector in vectors]
 
 
 def fewest_replies(rule: Rule, *, hostile_share: float, asked: int) -> int:
