@@ -68,7 +68,7 @@ def run(args: Sequence[str]) -> int:
 class ResumeCommand:
     """Go on with a run that was interrupted, killed or failed, after its last finished round."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
     json: bool = False
     """End with one JSON object on the standard output; progress goes to the standard error."""
