@@ -53,10 +53,13 @@ class Cells:
             print(f"{old} results in {path} were made by another state of the program", file=sys.stderr, flush=True)
 
     def run(self, config: RunConfig, label: str) -> Result:
-        """The result of a run: the kept one, or a new one, which takes seconds to minutes."""
+        """The result of a run: the kept one, or a new one, which takes seconds to minutes. One that was made with rows
+        to compare with serves as well where none are asked for."""
         config = resolve(dataclasses.replace(config, machine=dataclasses.replace(config.machine, out=str(self._runs))))
         base = json.dumps(dataclasses.asdict(config.base), sort_keys=True)
-        cell = f"{run_id(config)}/{base}/{config.machine.references}"
+        cell, with_rows = (f"{run_id(config)}/{base}/{rows}" for rows in (config.machine.references, True))
+        if cell not in self._known and with_rows in self._known:
+            cell = with_rows
         if cell not in self._known:
             result = nestling.run(config)
             self._known[cell] = result.to_dict()

@@ -47,10 +47,10 @@ def exact(model: nn.Module) -> nn.Module:
 
 def logits(
     model: nn.Module, ids: Sequence[int], *, window: int = 0, sinks: int = 0, rules: Rules | None = None,
-    address: str = "own", **kind: object
+    address: str = "own", signs: Tensor | None = None, **kind: object
 ) -> Tensor:  # fmt: skip
-    """float64[tokens, words] of one stream. `kind`: gate, mix, update and forget of the memory, without (memory=False)
-    or alone (static=False)."""
+    """float64[tokens, words] of one stream. `signs` [words, d] bind addresses to tokens. `kind`: gate, mix, update and
+    forget of the memory, without (memory=False) or alone (static=False)."""
     weights = {name: w.detach().double() for name, w in model.state_dict().items()}
     rules = {name: rule.double() for name, rule in (rules or {}).items()}
     shape = model.config
@@ -62,10 +62,13 @@ def logits(
         own = {name.removeprefix(f"{at}.self_attn."): w for name, w in weights.items() if f"{at}.self_attn." in name}
         mine = {name.removeprefix(f"layers.{number}."): r for name, r in rules.items() if f"layers.{number}." in name}
         freq = model.model.rotary_emb.inv_freq.double()
-        if address.startswith(f"{number}."):
-            head = int(address.rpartition(".")[2])
-            keys = [_project(token, own, "k", shape.head_dim, shape)[head] for token in x]
-            addresses = addresses_of(keys, rules["address.centre"], rules["address.taps"])
+        for i, part in enumerate(sorted(address.split(","))):
+            if part.startswith(f"{number}."):
+                head = int(part.rpartition(".")[2])
+                keys = [_project(token, own, "k", shape.head_dim, shape)[head] for token in x]
+                bound = None if signs is None or i else [signs[token].double() for token in ids]
+                made = addresses_of(keys, rules["address.centre"][i], rules["address.taps"][i], bound)
+                addresses = made if addresses is None else _product(addresses, made)
         a = _attention(x, own, mine, shape, freq, window=window, sinks=sinks, addresses=addresses, **kind)
         h = [t + own["o_proj.weight"] @ o for t, o in zip(h, a, strict=True)]
         for t, token in enumerate(h):
@@ -77,14 +80,24 @@ def logits(
     return torch.stack([weights["lm_head.weight"] @ t for t in last])
 
 
-def addresses_of(keys: list[Tensor], centre: Tensor, taps: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each token of a stream from its beginning, where it reads and where it writes: [d] each."""
+def _product(one: tuple[list[Tensor], ...], other: tuple[list[Tensor], ...]) -> tuple[list[Tensor], list[Tensor]]:
+    read, write = ([_unit(a * b) for a, b in zip(*both, strict=True)] for both in zip(one, other, strict=True))
+    return read, write
+
+
+def addresses_of(
+    keys: list[Tensor], centre: Tensor, taps: Tensor, bound: list[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each token of a stream from its beginning, where it reads and where it writes: [d] each. `bound`: the signs of
+    the tokens themselves."""
     made = []
     for t in range(-1, len(keys)):  # -1: what stands behind nothing
         f = torch.zeros_like(centre)
         for j, tap in enumerate(taps):
             if t - j >= 0:
                 f = f + tap * (_unit(keys[t - j]) - centre)
+        if bound is not None and t >= 0:
+            f = f * bound[t]
         made.append(_unit(f))
     return made[1:], made[:-1]
 

@@ -15,7 +15,7 @@ from nestling.api import run, settings_digest
 from nestling.build import build, resolve
 from nestling.codec.message import peek, state_digest
 from nestling.config.load import load_config
-from nestling.config.schema import CodecConfig, FullConfig, RunConfig
+from nestling.config.schema import CodecConfig, FullConfig, RunConfig, ServerConfig
 from nestling.core.errors import ConfigError, ContextError, RunError, StorageError
 from nestling.core.types import Progress
 from nestling.federation.reference import References
@@ -289,6 +289,31 @@ def test_cat_056_an_interrupt_within_a_round_keeps_the_round_before(
     assert accuracy_of(folder, settings) == accuracies[-1]
 
 
+def test_cat_050_clients_that_are_always_too_slow_end_the_run_with_what_they_were_too_slow_for(tmp_path: Path) -> None:
+    settings = config(tmp_path, rounds=5, server=ServerConfig(deadline=1e-6, patience=2))
+    with pytest.raises(RunError, match=r"2 rounds in a row .*did not answer within 1e-06 s") as raised:
+        run(settings)
+    assert raised.value.exit_code == 7
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    assert [(row["accepted"], row["asked"], row["used"]) for row in rows] == [(0, 3, False)] * 2
+
+
+def test_a_round_ends_without_its_straggler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nestling.federation.client import Worker
+
+    real = Worker.handle
+
+    def handle(self: Worker, client: int, message: bytes) -> bytes:
+        if client == 1:
+            assert self.stop.wait(timeout=60), "the round waits for its slowest client"
+        return real(self, client, message)
+
+    monkeypatch.setattr(Worker, "handle", handle)
+    settings = config(tmp_path, rounds=2, server=ServerConfig(stragglers=1))
+    result = run(dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, workers=2)))
+    assert result.rejected == {"late": 2}
+
+
 def test_cat_056_an_interrupt_before_the_first_round_promises_nothing(tmp_path: Path) -> None:
     def interrupt(progress: Progress) -> None:
         raise KeyboardInterrupt
@@ -403,3 +428,24 @@ def test_names_of_the_package_are_all_there() -> None:
     assert set(nestling.__all__) <= set(dir(nestling))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         nestling.nonsense  # noqa: B018
+
+
+def test_cat_016_of_many_bad_replies_a_few_are_logged_and_all_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nestling.federation.client import Worker
+
+    real = Worker.handle
+
+    def handle(self: Worker, client: int, message: bytes) -> bytes:
+        reply = real(self, client, message)
+        return reply if client == 0 else reply[:-client]
+
+    monkeypatch.setattr(Worker, "handle", handle)
+    monkeypatch.setattr("nestling.api.LOGGED", 1)
+    result = run(config(tmp_path))
+    assert result.rejected == {"length": 4}
+    log = (Path(result.run_dir) / "log.txt").read_text()
+    assert log.count("dropped [length]") == 2  # one a round
+    for number in (1, 2):
+        assert f"round {number}: 2 dropped in all, [('length', 2)]" in log

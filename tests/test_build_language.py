@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from small import language, needle_config, smollm2_sizes, tiny_llama
 import nestling.build_language
 from nestling.adapters.full import FullAdapter
 from nestling.build import build, plan, resolve
+from nestling.build_language import tokenizer_digest
 from nestling.cli.main import main
 from nestling.config.load import load_config
 from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig, RunConfig
-from nestling.core.errors import ConfigError, ContextError
+from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.models import assets
+from nestling.models.language import load_language_model
 
 ADAPTERS = [
     MemoryConfig(layers="all", rank=2, window=32),
@@ -238,3 +242,54 @@ def test_a_rank_that_fits_no_message_is_refused_before_its_factors_are_drawn(tmp
     for count in (plan, build):
         with pytest.raises(ConfigError, match="do not fit a message"):
             count(config)
+
+
+def test_cat_020_another_tokenizer_is_another_context(tmp_path: Path) -> None:
+    """Equal weights, but two letters have changed places: what one side learns is of no use to the other."""
+    shutil.copytree(language(), tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    settings = needle_config(tmp_path)
+    here = build(settings)
+    base = dataclasses.replace(settings.base, model=str(tmp_path / "other"))
+    there = build(dataclasses.replace(settings, base=base))
+    assert here.base_hash == there.base_hash
+    assert {k: v for k, v in here.agreement.spec.items() if there.agreement.spec[k] != v}.keys() == {"tokenizer"}
+    message = here.server.broadcast(1)
+    with pytest.raises(WireError) as caught:
+        there.workers[0].handle(0, message)
+    assert caught.value.code == "context"
+    _, refused = here.server.judge(1, {0: there.workers[0].handle(0, there.server.broadcast(1))})
+    assert refused[0].code == "context"
+    assert here.workers[0].handle(0, message)
+
+
+def test_cat_020_what_changes_no_token_changes_no_digest(tmp_path: Path) -> None:
+    def loaded(place: Path) -> Any:
+        return load_language_model(str(place), dtype="float32")[1]
+
+    tokenizer = loaded(language())
+    digest = tokenizer_digest(tokenizer)
+    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)  # which the tokenizer remembers
+    assert tokenizer_digest(tokenizer) == digest
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(language() / "config.json", tmp_path)
+    shutil.copy(language() / "model.safetensors", tmp_path)
+    assert tokenizer_digest(loaded(tmp_path)) == digest
+    tokenizer.add_tokens(["abc"])
+    assert tokenizer_digest(tokenizer) != digest
+
+
+def test_cat_020_a_tokenizer_in_python_counts_by_its_vocabulary() -> None:
+    class Slow:
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: number for number, word in enumerate(self.words)}
+
+    assert tokenizer_digest(Slow("a", "b")) == tokenizer_digest(Slow("a", "b"))
+    assert len({tokenizer_digest(slow) for slow in (Slow("a", "b"), Slow("b", "a"), Slow("a"))}) == 3

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -330,6 +331,84 @@ def test_cat_094_a_private_run_charges_a_repeated_round_twice(tmp_path: Path, mo
     assert [charge.round for charge in read_charges(path)] == [1, 2, 3, 3, 4]
     assert result.epsilon == spent([(1.0, 1.0)] * 5, 1e-5)
     assert read_run(path).result == result
+
+
+def sampled(out: Path) -> RunConfig:
+    """One of three clients on average, drawn in secret."""
+    made = private(out)
+    server = dataclasses.replace(made.server, clients_per_round=1)
+    return dataclasses.replace(made, server=server, privacy=PrivacyConfig(noise=1.0, sampling="poisson"))
+
+
+def test_a_secret_draw_spends_less_and_is_written_down_nowhere(tmp_path: Path) -> None:
+    result = run(sampled(tmp_path))
+    path = Path(result.run_dir)
+    assert result.epsilon == spent([(1.0, 1 / 3)] * 4, 1e-5)
+    assert result.epsilon < spent([(1.0, 1.0)] * 4, 1e-5)
+    assert result.sampling_rate == 1 / 3
+    assert [charge.mechanism for charge in read_charges(path)] == [(1.0, 1 / 3)] * 4
+    rows = read_rows(path / "metrics.jsonl")
+    assert [row["used"] for row in rows] == [True] * 4  # those of nobody, too
+    assert all("client" not in name for row in rows for name in row)
+    messages = read_rows(path / "bytes.jsonl")
+    assert len(messages) == 2 * sum(row["asked"] for row in rows)
+    assert all(message["client"] is None for message in messages)
+    assert not (path / "messages" / "last-up.msg").exists()
+    log = (path / "log.txt").read_text()
+    assert "each client drawn with probability 0.3333" in log
+    assert "client " not in log.replace("each client ", "")
+    assert "drawn in secret" in (path / "report.html").read_text()
+    assert read_run(path).result == result
+
+
+def test_a_secret_draw_names_nobody_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(self: object, client: int, message: bytes) -> bytes:
+        raise ValueError(f"client number {client}")
+
+    monkeypatch.setattr("nestling.federation.client.Worker.handle", handle)
+    monkeypatch.setattr("nestling.federation.loop.poisson_cohort", lambda clients, *, count: [2])
+    result = run(sampled(tmp_path))
+    assert result.rejected == {"client_error": 4}
+    log = (Path(result.run_dir) / "log.txt").read_text()
+    assert "dropped [client_error]" in log
+    assert "client 2" not in log
+    assert "client number" not in log
+
+
+def test_a_run_whose_secret_draws_were_empty_is_noise_and_has_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nestling.federation.loop.poisson_cohort", lambda clients, *, count: [])
+    result = run(sampled(tmp_path))
+    assert (result.bytes_up, result.bytes_down, result.rejected) == (0, 0, {})
+    assert result.epsilon == spent([(1.0, 1 / 3)] * 4, 1e-5)
+    digests = {path.name.rpartition("--")[2] for path in (Path(result.run_dir) / "checkpoints").iterdir()}
+    assert len(digests) == 2  # the state moves all the same
+    assert (Path(result.run_dir) / "report.html").exists()
+
+
+def test_cat_094_a_resumed_run_draws_anew_in_secret_and_is_charged_for_the_round_it_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    drawn = []
+
+    def draw(clients: Sequence[int], *, count: int) -> list[int]:
+        drawn.append((list(clients), count))
+        return [len(drawn) % 3]
+
+    monkeypatch.setattr("nestling.federation.loop.poisson_cohort", draw)
+    path = interrupted(sampled(tmp_path), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr("nestling.api.write_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resume(path)
+    result = resume(path)
+    assert drawn == [([0, 1, 2], 1)] * 5
+    assert [charge.round for charge in read_charges(path)] == [1, 2, 3, 3, 4]
+    assert result.epsilon == spent([(1.0, 1 / 3)] * 5, 1e-5)
 
 
 def test_cat_094_a_ledger_that_lost_a_charge_ends_the_run(tmp_path: Path) -> None:

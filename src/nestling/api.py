@@ -199,6 +199,7 @@ def _run(
         per_round=config.server.clients_per_round,
         patience=config.server.patience,
         seed=config.seed,
+        secret=config.privacy.sampling == "poisson",
         first=tally.round + 1,
         abandoned=tally.abandoned % config.server.patience,  # one that ran out of patience is given it anew
     ):
@@ -334,12 +335,14 @@ def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *,
     """A row per message, a row for the round, and the reasons of the replies that were dropped."""
     layout = parts.agreement.layout
     down, up = body_size(config.codec.down, layout), body_size(config.codec.up, layout)
-    for client, reply in done.replies.items():
+    secret = config.privacy.sampling == "poisson"
+    for number, reply in done.replies.items():
+        client = None if secret else number
         recorder.message(
             done.broadcast, round=done.number, direction="down", client=client,
             codec=config.codec.down, payload_bytes=down,
         )  # fmt: skip
-        refusal = done.refused.get(client)
+        refusal = done.refused.get(number)
         if not isinstance(reply, Failure):
             recorder.message(
                 reply, round=done.number, direction="up", client=client, codec=config.codec.up, payload_bytes=up,

@@ -92,10 +92,11 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     config = resolve(config)
     check_device(config.machine.device)
     task: ImageTask | NeedleTask
+    reads: dict[str, str] = {}
     if isinstance(config.task, NeedleConfig):
         from nestling.build_language import load_language  # needs transformers
 
-        base, task, round_task, prefix = load_language(config, note=note)
+        base, task, round_task, prefix, reads["tokenizer"] = load_language(config, note=note)
     else:
         base, task = _load_images(config, note=note)
     if isinstance(config.adapter, LoraConfig):  # before factors of any rank are drawn
@@ -111,7 +112,7 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         layout=adapters[0].layout,
         codec=config.codec,
         limits=Limits(max_examples=max(1, examples), max_abs=config.server.max_abs),
-        spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)},
+        spec={"base": hashed, "adapter": adapters[0].spec, "run": run_id(config)} | reads,
     )
     fresh, kept, stop = _fresh_local(config, adapters[0]), dict[int, ClientState](), Event()
     workers = [
@@ -121,15 +122,18 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     total = examples if config.server.weighting == "examples" else config.task.clients
     asked = config.server.clients_per_round or config.task.clients
     server = Server(
-        adapters[0].vector(), agreement, config.server, total_weight=total, asked=asked, privacy=config.privacy
-    )
+        adapters[0].vector(), agreement, config.server, total_weight=total, asked=asked, privacy=config.privacy,
+        sampling_rate=config.sampling_rate,
+    )  # fmt: skip
     recalls = None
     if isinstance(task, NeedleTask):
         from nestling.federation.recalls import Recalls
         from nestling.inference.cache import new_cache
 
         recalls = Recalls(base, workers, task, round_task, config.adapter, new_cache, prefix)
-    engine = InProcessEngine([w.handle for w in workers], interrupted=stop.set)
+    engine = InProcessEngine(
+        [w.handle for w in workers], deadline=config.server.deadline, stragglers=config.server.stragglers, stop=stop
+    )
     return Parts(base, hashed, task, workers, engine, server, agreement, recalls)
 
 

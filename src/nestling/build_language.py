@@ -1,5 +1,7 @@
 """The parts of a language run: the frozen model with its tokenizer, the text and the facts, and what to count of it."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +21,11 @@ from nestling.tasks.recall import NeedleTask
 from nestling.tasks.text import load_text, split_text
 
 
-def load_language(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, NeedleTask, NeedleTask, Any]:
-    """The frozen model, the task with all held-out items and with those that are judged after each round, and the
-    `Prefix` that remembers the layers below the adapter, or None.
+def load_language(
+    config: RunConfig, *, note: Callable[[str], object]
+) -> tuple[nn.Module, NeedleTask, NeedleTask, Any, str]:
+    """The frozen model, the task with all held-out items and with those that are judged after each round, the `Prefix`
+    that remembers the layers below the adapter, or None, and the digest of the tokenizer.
 
     Raises `ContextError` if the model or the text is missing, `ConfigError` if no item can be made of them.
     """
@@ -56,7 +60,22 @@ def load_language(config: RunConfig, *, note: Callable[[str], object]) -> tuple[
         except ConfigError as error:
             raise ConfigError(error.cause, where=f"task.{error.where}", remedy=error.remedy) from error
 
-    return model, task(needle.test_items), task(needle.round_items), prefix
+    return model, task(needle.test_items), task(needle.round_items), prefix, tokenizer_digest(tokenizer)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256, in hex, of what decides which ids a text becomes: equal weights that are given other ids are of no use.
+
+    What is set anew for each call (padding, truncation), or only makes text of ids, does not count. Of a tokenizer that
+    is not one of the library tokenizers, the class and the vocabulary count.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        parts = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    else:
+        whole = json.loads(backend.to_str())
+        parts = {name: whole.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _prefix(config: RunConfig, model: Any) -> Any:

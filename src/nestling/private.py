@@ -30,8 +30,10 @@ def open_ledger(config: RunConfig, folder: RunFolder, recorder: Recorder, *, cha
             PrivacyWarning,
             stacklevel=2,
         )
-    planned = epsilon(p.noise, config.rounds, p.delta)
-    recorder.log(f"private: epsilon {planned:.4g} at delta {p.delta:g} planned for {config.rounds} rounds")
+    rate = config.sampling_rate
+    planned = epsilon(p.noise, config.rounds, p.delta, sampling_rate=rate)
+    drawn = f", each client drawn with probability {rate:.4g}" if rate < 1 else ""
+    recorder.log(f"private: epsilon {planned:.4g} at delta {p.delta:g} planned for {config.rounds} rounds{drawn}")
     ledger = Ledger(folder.path)
     if len(ledger.charges) < charged:
         ledger.close()
@@ -45,9 +47,11 @@ def open_ledger(config: RunConfig, folder: RunFolder, recorder: Recorder, *, cha
 
 
 def spent_so_far(config: RunConfig, ledger: Ledger | None) -> dict[str, float]:
-    """A result's `epsilon` and `delta`, and the ledger closed; nothing for a run that is not private."""
+    """A result's `epsilon`, `delta` and, of a secret draw, `sampling_rate`, and the ledger closed; nothing for a run
+    that is not private."""
     if ledger is None:
         return {}
     ledger.close()
     delta = config.privacy.delta
-    return {"epsilon": spent([charge.mechanism for charge in ledger.charges], delta), "delta": delta}
+    sampled = {"sampling_rate": config.sampling_rate} if config.sampling_rate < 1 else {}
+    return {"epsilon": spent([charge.mechanism for charge in ledger.charges], delta), "delta": delta, **sampled}

@@ -15,6 +15,7 @@ from tolerance import assert_close
 from torch import Tensor, nn
 
 import nestling
+from nestling.adapters.address import token_signs
 from nestling.adapters.base import averaging_error
 from nestling.adapters.memory import MemoryAdapter, memory_layout, rule_layouts, state_bytes
 from nestling.config.schema import FullConfig, MemoryConfig
@@ -94,6 +95,11 @@ CASES = {
     "address, forget": ("Llama", {"address": "0.1", "forget": True, "mix": "add"}),
     "address, gates shared": ("Llama", {"address": "0.1", "share": "gates"}),
     "address, no window": ("Llama", {"address": "0.0", "window": 0, "mix": "add"}),
+    "bound": ("Llama", {"address": "0.1", "bind": True, "mix": "add"}),
+    "bound, in between": ("Llama", {"address": "1.0", "bind": True, "layers": "1-2", "forget": True}),
+    "bound, Qwen3": ("Qwen3", {"address": "0.1", "bind": True, "layers": "1-2", "mix": "add"}),
+    "product": ("Llama", {"address": "0.1,1.0", "layers": "1-2", "mix": "add"}),
+    "product, bound": ("Llama", {"address": "0.1,1.0,2.1", "bind": True, "layers": "2", "mix": "add"}),
     "address, latent": ("Llama", {"address": "0.1", "dim": 3, "mix": "add"}),
     "address, Qwen2": ("Qwen2", {"address": "0.0", "mix": "add"}),
     "address, Qwen3": ("Qwen3", {"address": "0.1", "layers": "1-2"}),
@@ -109,7 +115,9 @@ def test_outputs_and_gradients_are_as_defined(case: str) -> None:
     start = adapter.weights()
     rules = {name: rule.detach().double().requires_grad_() for name, rule in start.items()}
     kind = {name: getattr(config, name) for name in ("window", "sinks", "gate", "mix", "update", "address")}
-    wanted = definition.logits(model, IDS[0].tolist(), rules=rules, **kind)
+    shape = model.config
+    signs = token_signs(config.seed, shape.vocab_size, shape.head_dim) if config.bind else None
+    wanted = definition.logits(model, IDS[0].tolist(), rules=rules, signs=signs, **kind)
     got = model(IDS[:1]).logits[0]
     assert_close(got.detach(), wanted.detach())
     cotangent = normal(*wanted.shape).double()
@@ -211,7 +219,8 @@ def test_detaching_restores_everything_and_twice_does_no_harm() -> None:
     "config",
     [
         changed(layers="3"), changed(layers="2-9"), changed(rank=49),
-        changed(address="3.0"), changed(address="0.2"), changed(address="1.0"),
+        changed(address="3.0"), changed(address="0.2"), changed(address="1.0"), changed(address="0.0,0.1"),
+        changed(address="0.0,1.0"),
     ],
 )  # fmt: skip
 def test_a_refused_configuration_leaves_the_model_alone(config: MemoryConfig) -> None:
@@ -281,18 +290,21 @@ def test_every_setting_is_in_the_spec() -> None:
     changes = [{"rank": 5}, {"layers": "1"}, {"gate": "channel"}, {"gate": "none"}, {"update": "additive"}, {"dim": 3}]
     changes += [{"forget": True}, {"window": 4}, {"sinks": 1}, {"low_rank": "frozen"}, {"share": "gates"}, {"seed": 8}]
     changes += [{"write_bias": -2.0}, {"mix": "add"}, {"address": "0.0"}, {"address": "0.1"}, {}]
+    changes += [{"address": "0.1", "bind": True}, {"layers": "1", "address": "0.1,1.0"}]
     specs = [json.dumps(attached(changed(**each))[1].spec, sort_keys=True) for each in changes]
     assert len(set(specs)) == len(specs)
     assert attached(changed(layers="0-2"))[1].spec == attached()[1].spec  # the same layers, written otherwise
     assert attached(changed(address="00.01"))[1].spec == attached(changed(address="0.1"))[1].spec
+    one, other = (attached(changed(layers="1", address=text))[1].spec for text in ("1.0,0.1", "0.1,1.0"))
+    assert one == other
     mapped = [attached(changed(dim=3, seed=seed))[1].spec["maps"] for seed in (7, 8)]
     assert mapped[0] != mapped[1]
 
 
 def test_the_rules_before_training() -> None:
     addressed = attached(changed(address="0.1"))[1].weights()
-    assert addressed["address.taps"].tolist() == [1, 1, 0, 0]
-    assert addressed["address.centre"].tolist() == [0] * 8
+    assert addressed["address.taps"].tolist() == [[1, 1, 0, 0]]
+    assert 0 < float(addressed["address.centre"].detach().norm()) < 1
     _, adapter = attached(changed(forget=True, write_bias=-2.0))
     rules = adapter.weights()
     for name, rule in rules.items():
@@ -337,6 +349,8 @@ def test_the_bytes_of_a_stream_are_known_before_it_is_read() -> None:
         {"layers": "1"},
         {"address": "0.1"},
         {"layers": "2", "address": "1.0"},
+        {"address": "0.1", "bind": True},
+        {"layers": "2", "address": "0.1,2.0", "bind": True},
     ):
         for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
             model, adapter = attached(changed(**changes), tiny_llama().to(dtype))
@@ -500,7 +514,7 @@ def train(model: nn.Module, adapter: MemoryAdapter, steps: int = 4) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("changes", [{}, {"dim": 5}, {"address": "0.1", "mix": "add"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"dim": 5}, {"address": "0.1,1.0", "layers": "1-2", "bind": True}], ids=str)
 def test_training_lowers_the_loss_and_every_rule_takes_part(changes: dict) -> None:
     model, adapter = attached(changed(forget=True, **changes))
     losses = train(model, adapter, steps=6)

@@ -354,3 +354,13 @@ def test_cat_020_an_adapter_does_not_fit_equal_weights_that_are_used_in_another_
     with pytest.raises(ContextError, match="was trained on base") as caught:
         from_pretrained(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), tmp_path)
     assert caught.value.exit_code == 3
+
+
+def test_cat_022_a_tampered_digest_of_the_maps_is_exit_4(tmp_path) -> None:
+    saved(tmp_path, LatentConfig(seed=7, dim=3))
+    right = json.loads((tmp_path / JSON).read_text())["spec"]["maps"]
+    for wrong in (f"{int(right[0], 16) ^ 1:x}{right[1:]}", "", None):
+        edit(tmp_path, lambda about, wrong=wrong: about["spec"].update(maps=wrong))
+        assert "U and V do not come out the same here" in str(refused(tmp_path, 4))
+    edit(tmp_path, lambda about: about["spec"].update(maps=right))
+    from_pretrained(base(), tmp_path)

@@ -51,8 +51,9 @@ def test_the_templates_are_those_that_can_be_made() -> None:
         *((lambda t=t: MemoryConfig(address=t), "adapter.address") for t in ("", "18", "18.", "18.-1", "1.2.3", "١.٢")),
         *(
             (lambda t=t: MemoryConfig(address=t), "adapter.address")
-            for t in (" 18.2", "18.2\n", "Own", "1" * 10 + ".0")
+            for t in ("18.2,", "18.2, 17.1", ",".join(["1.1"] * 9), " 18.2", "18.2\n", "Own", "1" * 10 + ".0")
         ),
+        (lambda: MemoryConfig(bind=True), "adapter.bind"),
         (lambda: LoraConfig(rank=0), "adapter.rank"),
         (lambda: LoraConfig(alpha=0.0), "adapter.alpha"),
         (lambda: LoraConfig(layers=""), "adapter.layers"),

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -244,6 +244,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
         draw(st.floats(0, 0.99)),
         draw(st.floats(1e-300, 0.99)),
     )
+    if privacy.noise and 0 < asked < task.clients and server.min_replies == 1:
+        privacy = replace(privacy, sampling=draw(st.sampled_from(["fixed", "poisson"])))
     loras = st.builds(LoraConfig, rank=counts, targets=patterns, ffa=st.booleans(), dim=counts)
     mappings = st.builds(MappingConfig, dim=counts, modulation=st.floats(0, 1e300), squash=st.booleans())
     adapter = draw(latents | st.builds(FullConfig, targets=patterns, exclude=patterns) | loras | mappings)

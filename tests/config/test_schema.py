@@ -53,6 +53,11 @@ REFUSED = [
     ("server.clients_per_round = 9", "server.clients_per_round"),
     ("server.min_replies = 9", "server.min_replies"),
     ("server = {clients_per_round = 2, min_replies = 3}", "server.min_replies"),
+    *[(f"server.deadline = {value}", "server.deadline") for value in ("-1.0", "nan", "inf")],
+    ("server.stragglers = -1", "server.stragglers"),
+    ("server.stragglers = 8", "server.stragglers"),
+    ("server = {clients_per_round = 4, min_replies = 3, stragglers = 2}", "server.stragglers"),
+    ('server = {stragglers = 1, weighting = "uniform"}\nprivacy.noise = 1.0', "server.stragglers"),
     *[(f"server.outlier = {value}", "server.outlier") for value in ("0.5", "-1.0", "nan", "inf")],
     *[(f"server.hostile_share = {value}", "server.hostile_share") for value in ("0.5", "-0.1", "nan")],
     *[(f"privacy.{k} = {v}", f"privacy.{k}") for k in ("noise", "quantile") for v in ("-0.1", "nan", "inf")],
@@ -63,6 +68,16 @@ REFUSED = [
     ("privacy.noise = 1.0", "server.weighting"),
     ('privacy.noise = 1.0\nserver = {weighting = "uniform", aggregate = "median"}', "server.aggregate"),
     ('privacy.noise = 1.0\nserver.weighting = "uniform"\ncodec.send = "state"', "codec.send"),
+    ('privacy.sampling = "secret"', "privacy.sampling"),
+    ('privacy.sampling = "poisson"\nserver.clients_per_round = 2', "privacy.sampling"),
+    *[
+        (f'privacy = {{noise = 1.0, sampling = "poisson"}}\nserver = {{weighting = "uniform", {rest}}}', key)
+        for rest, key in (
+            ("clients_per_round = 0", "server.clients_per_round"),
+            ("clients_per_round = 8", "server.clients_per_round"),
+            ("clients_per_round = 4, min_replies = 2", "server.min_replies"),
+        )
+    ],
     ('server = {aggregate = "bulyan", weighting = "uniform"}', "server.aggregate"),
     *[(f'server.aggregate = "{rule}"', "server.aggregate") for rule in ("median", "trimmed", "krum", "clipping")],
     ('task.data = "mnist"', "task.data"),
@@ -143,6 +158,8 @@ def test_cat_021_large_seeds_are_kept_exactly(seed: int) -> None:
         ("adapter.rank = 64", ("adapter", "rank"), 64),
         ("task.clients = 1", ("task", "clients"), 1),
         ("server = {clients_per_round = 8, min_replies = 8}", ("server", "min_replies"), 8),
+        ("server = {min_replies = 3, stragglers = 5}", ("server", "stragglers"), 5),
+        ("server.deadline = 60", ("server", "deadline"), 60.0),
         ("server.max_abs = 1", ("server", "max_abs"), 1.0),
         ("server.outlier = 0", ("server", "outlier"), 0.0),
         ("server.outlier = 1", ("server", "outlier"), 1.0),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -115,6 +116,103 @@ except KeyboardInterrupt:
     assert int(done.stdout) < 500
 
 
+def given_up(stop: threading.Event) -> None:
+    """Work that ends only when it is told to."""
+    assert stop.wait(timeout=30), "nobody said stop"
+    raise Declined("stopped", "was interrupted")
+
+
+def test_cat_050_a_deadline_leaves_out_who_is_slow_and_the_next_round_has_all_again() -> None:
+    stop, slow = threading.Event(), {3}
+
+    def handler(client: int, message: bytes) -> bytes:
+        if client in slow:
+            given_up(stop)
+        return echo(client, message)
+
+    engine = InProcessEngine([handler] * 2, deadline=0.5, stop=stop)
+    replies = engine.exchange(MESSAGES)
+    assert {c: r for c, r in replies.items() if c != 3} == {c: echo(c, m) for c, m in MESSAGES.items() if c != 3}
+    assert replies[3] == Failure("late", "client 3 did not answer within 0.5 s")
+    slow.clear()
+    assert engine.exchange(MESSAGES) == {c: echo(c, m) for c, m in MESSAGES.items()}
+
+
+def test_clients_that_had_not_begun_by_the_deadline_never_do() -> None:
+    stop, begun = threading.Event(), list[int]()
+
+    def handler(client: int, message: bytes) -> bytes:
+        begun.append(client)
+        given_up(stop)
+        return message
+
+    replies = InProcessEngine([handler], deadline=0.2, stop=stop).exchange(MESSAGES)
+    assert begun == [7]
+    assert {r.code for r in replies.values() if isinstance(r, Failure)} == {"late"}
+    assert list(replies) == list(MESSAGES)
+
+
+def test_stragglers_are_not_waited_for_once_the_others_have_replied() -> None:
+    stop = threading.Event()
+
+    def handler(client: int, message: bytes) -> bytes:
+        if client == 9:
+            given_up(stop)
+        return echo(client, message)
+
+    replies = InProcessEngine([handler] * 4, stragglers=1, stop=stop).exchange(MESSAGES)
+    assert replies[9] == Failure("late", "client 9 was slower than the 3 that were enough")
+    assert sum(isinstance(r, bytes) for r in replies.values()) == 3
+
+
+def test_a_client_that_fails_is_no_reply_that_a_straggler_could_be_left_for() -> None:
+    def handler(client: int, message: bytes) -> bytes:
+        if client == 7:
+            raise Declined("no_data", "has none")
+        return echo(client, message)
+
+    replies = InProcessEngine([handler], stragglers=1).exchange(MESSAGES)  # 3 of 4 are enough, and all three come
+    assert [c for c, r in replies.items() if isinstance(r, bytes)] == [3, 9, 1]
+    assert isinstance(replies[7], Failure)
+    assert replies[7].code == "no_data"
+
+
+def test_a_reply_that_was_ready_when_the_others_were_stopped_still_counts() -> None:
+    stop = threading.Event()
+
+    def handler(client: int, message: bytes) -> bytes:
+        if client == 9:
+            assert stop.wait(timeout=30)  # in its last batch
+        return echo(client, message)
+
+    replies = InProcessEngine([handler] * 4, stragglers=1, stop=stop).exchange(MESSAGES)
+    assert replies == {c: echo(c, m) for c, m in MESSAGES.items()}
+    assert not stop.is_set()
+
+
 def test_it_is_an_engine() -> None:
     engine: Engine = InProcessEngine([echo])
     assert callable(engine.exchange)
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_cat_078_a_clock_that_jumps_by_a_day_moves_no_deadline(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, now, calls = threading.Event(), time.time, []
+
+    def jumping() -> float:
+        calls.append(1)
+        return now() + jump * len(calls)
+
+    def handler(client: int, message: bytes) -> bytes:
+        if client == 3:
+            assert stop.wait(timeout=60)
+            raise Declined("stopped", "was interrupted")
+        return echo(client, message)
+
+    monkeypatch.setattr(time, "time", jumping)
+    began = time.monotonic()
+    replies = InProcessEngine([handler] * 4, deadline=0.5, stop=stop).exchange(MESSAGES)
+    seconds = time.monotonic() - began
+    assert replies.pop(3) == Failure("late", "client 3 did not answer within 0.5 s")
+    assert replies == {c: echo(c, m) for c, m in MESSAGES.items() if c != 3}
+    assert 0.5 <= seconds < 30  # as long as a busy machine may take

@@ -293,3 +293,23 @@ def test_error_feedback_adds_up_to_what_was_trained() -> None:
     error = worker.kept[0]["codec.error"]
     assert np.abs(error).max() > 0
     np.testing.assert_allclose(sent + error, trained, rtol=0, atol=1e-6)
+
+
+def test_cat_052_a_client_that_was_away_starts_from_the_state_of_now_and_its_old_error_stays_small() -> None:
+    worker, server = make(bits=4, feedback=True)
+    worker = replace(worker, rounds=8)
+    assert server.update(server.judge(1, {c: worker.handle(c, server.broadcast(1)) for c in (0, 1)})[0])
+    kept = worker.kept[0]["codec.error"].copy()
+    for number in range(2, 7):  # it is asked no more
+        assert server.update(server.judge(number, {1: worker.handle(1, server.broadcast(number))})[0])
+    assert worker.kept[0]["codec.error"].tobytes() == kept.tobytes()
+    message = server.broadcast(7)
+    accepted, refused = server.judge(7, {0: worker.handle(0, message)})
+    assert not refused
+    fresh = replace(worker, kept={})
+    fresh.handle(0, message)
+    trained = fresh.adapter.vector() - server.state
+    # What it sends is what anyone would have trained from here, but for its old error and the step of the new message.
+    step = 2 * np.abs(trained + kept).max() / 15
+    assert np.abs(accepted[0].vector - (trained + kept)).max() <= step
+    assert np.linalg.norm(accepted[0].vector) <= 2 * np.linalg.norm(trained)

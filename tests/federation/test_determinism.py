@@ -90,3 +90,35 @@ def test_cat_100_another_process_with_its_own_base_gives_the_same_bytes(tmp_path
         here, there = Path(result.run_dir) / "messages" / name, Path(again["run_dir"]) / "messages" / name
         assert here.read_bytes() == there.read_bytes()
     assert settings.machine.workers == 1
+
+
+STEP = """
+import multiprocessing, sys
+
+import nestling, torch
+from nestling.models.resnet import make_resnet
+
+def step(given):
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork, whoever began them
+    model = make_resnet("resnet8", width=8, channels=1, classes=10, seed=0)
+    adapter = nestling.attach(model, nestling.LatentConfig(seed=7, dim=4, targets=("*conv*",)))
+    torch.nn.functional.cross_entropy(model(torch.ones(4, 1, 28, 28)), torch.tensor([3, 1, 4, 1])).backward()
+    torch.optim.SGD(adapter.trainable(), lr=0.1).step()
+    return adapter.vector().tobytes()
+
+if __name__ == "__main__":
+    found = [step(0)]
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            found.append(pool.map_async(step, [0]).get(timeout=200)[0])
+    print(len(found[0]), len(set(found)))
+"""
+
+
+def test_cat_079_processes_that_are_forked_or_spawned_train_to_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(STEP)
+    done = subprocess.run([sys.executable, str(tmp_path / "step.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    size, kinds = map(int, done.stdout.split())
+    assert size > 100
+    assert kinds == 1

@@ -1,5 +1,9 @@
 """Rounds with engines that lose, spoil and reorder: the loop goes on, counts every byte, and stops when it should."""
 
+import gc
+import os
+import threading
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -199,6 +203,28 @@ def test_a_round_asks_its_cohort_and_no_answer_of_others_counts() -> None:
     assert len({tuple(asked) for asked in engine.asked}) > 1
 
 
+def test_a_secret_draw_hangs_on_no_seed_and_a_round_of_nobody_is_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed = agree()
+
+    def rounds(engine: Answers) -> list[Round]:
+        server = Server(START, agreed, ServerConfig(), total_weight=100)
+        done = run_rounds(
+            server, engine, range(100), lambda state: 0.0, rounds=3, per_round=50, patience=9, seed=7, secret=True
+        )
+        return list(done)
+
+    def answers(messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
+        return {client: honest(agreed)(client, message) for client, message in messages.items()}
+
+    engine = Answers(answers)
+    done = rounds(engine) + rounds(engine)
+    assert len({tuple(asked) for asked in engine.asked}) == 6  # the same is drawn twice once in 2^85
+    assert [list(finished.replies) for finished in done] == engine.asked
+    monkeypatch.setattr("nestling.federation.loop.poisson_cohort", lambda clients, *, count: [])
+    (first, *_) = rounds(engine)
+    assert (first.replies, first.bytes_up, first.bytes_down) == ({}, 0, 0)
+
+
 def test_cat_062_the_order_in_which_an_engine_answers_changes_no_bit() -> None:
     agreed = agree(bits=8)
     results = []
@@ -231,3 +257,27 @@ def test_cat_046_one_client_is_a_federation_too() -> None:
     agreed = agree()
     _, done = federate(InProcessEngine([honest(agreed)]), agreed, clients=(0,))
     assert all(finished.used for finished in done)
+
+
+def test_cat_083_rounds_leave_nothing_behind() -> None:
+    """Looked at after a hundred, for what is allocated once and for good."""
+    agreed = agree()
+    server = Server(START, agreed, ServerConfig(), total_weight=100)
+    rounds = run_rounds(
+        server, InProcessEngine([honest(agreed)]), (0, 1, 2), lambda state: 0.5, rounds=160, per_round=2, patience=3,
+        seed=0,
+    )  # fmt: skip
+    seen = []
+    try:
+        for finished in rounds:
+            if finished.number == 100:
+                tracemalloc.start()
+            if finished.number in (120, 160):
+                gc.collect()
+                held = tracemalloc.get_traced_memory()[0]
+                seen.append((held, len(os.listdir("/proc/self/fd")), threading.active_count()))
+    finally:
+        tracemalloc.stop()
+    before, after = seen
+    assert after[0] - before[0] < 40 * 250  # a round would leave a kilobyte if it left its messages
+    assert after[1:] == before[1:]

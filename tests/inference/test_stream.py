@@ -23,7 +23,7 @@ from nestling.models.window import reader_of, use_window
 
 transformers = pytest.importorskip("transformers")
 TEXT = "Ein Küken, 日本 & tabs\t. "
-WAYS = ["plain", "window", "memory", "memory alone", "address"]
+WAYS = ["plain", "window", "memory", "memory alone", "address", "bound"]
 
 
 def byte_tokenizer() -> object:
@@ -45,8 +45,8 @@ def adapted(way: str) -> nn.Module:
     if way == "window":
         use_window(model, window=8, sinks=2)
     elif way != "plain":
-        window, address = 0 if way == "memory alone" else 8, "0.1" if way == "address" else "own"
-        config = MemoryConfig(window=window, sinks=2, layers="all", forget=True, address=address)
+        window, address = 0 if way == "memory alone" else 8, "0.1" if way in ("address", "bound") else "own"
+        config = MemoryConfig(window=window, sinks=2, layers="all", forget=True, address=address, bind=way == "bound")
         adapter = MemoryAdapter(model, config)
         adapter.load_vector(0.3 * torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1)))
     return model

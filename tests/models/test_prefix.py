@@ -18,9 +18,11 @@ from nestling.models.prefix import Prefix
 ATOL = 1e-5
 
 
-def memory_on_top(*, first: int = 1, window: int = 5, address: str = "own") -> tuple[Any, MemoryAdapter]:
+def memory_on_top(
+    *, first: int = 1, window: int = 5, address: str = "own", bind: bool = False
+) -> tuple[Any, MemoryAdapter]:
     model = tiny_llama()
-    config = MemoryConfig(layers=f"{first}-2", window=window, sinks=2, rank=3, address=address)
+    config = MemoryConfig(layers=f"{first}-2", window=window, sinks=2, rank=3, address=address, bind=bind)
     adapter = MemoryAdapter(model, config)
     drawn = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1))
     adapter.load_vector(torch.from_numpy(adapter.vector()) + 0.1 * drawn)
@@ -42,9 +44,10 @@ def test_logits_are_those_of_a_plain_pass(first: int) -> None:
     assert len(model.base_model.layers) == 3  # all are back
 
 
-@pytest.mark.parametrize("address", ["0.1", "1.0"])
-def test_the_layer_of_the_addresses_is_never_remembered(address: str) -> None:
-    model, adapter = memory_on_top(first=2, address=address)
+@pytest.mark.parametrize("bind", [False, True])
+@pytest.mark.parametrize("address", ["0.1", "1.0", "1.0,2.1"])
+def test_the_layer_of_the_addresses_is_never_remembered(address: str, bind: bool) -> None:
+    model, adapter = memory_on_top(first=2, address=address, bind=bind)
     ids, more = some_ids(3, 20), some_ids(3, 6, seed=1)
     first = first_layer(adapter.config, model.config)
     assert first == int(address[0])

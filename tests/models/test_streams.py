@@ -36,6 +36,7 @@ WAYS = {
     "memory, no window": MemoryConfig(seed=7, rank=4, layers="0,2", window=0),
     "address": MemoryConfig(seed=7, rank=4, layers="1-2", window=5, sinks=2, address="0.1", mix="add"),
     "address, no window": MemoryConfig(seed=7, rank=4, layers="0,2", window=0, address="0.0"),
+    "bound": MemoryConfig(seed=7, rank=4, layers="1-2", window=5, sinks=2, address="0.1,1.0", bind=True, mix="add"),
 }
 
 
@@ -162,7 +163,7 @@ def test_padding_is_not_read(way: str, places: str) -> None:
     assert got.isfinite().all() or not WAYS[way].window
 
 
-@pytest.mark.parametrize("way", ["window", "memory", "address"])
+@pytest.mark.parametrize("way", ["window", "memory", "address", "bound"])
 @settings(max_examples=10)
 @given(data=st.data())
 def test_padded_pieces_of_streams_equal_the_streams(way: str, data: st.DataObject) -> None:
@@ -234,14 +235,16 @@ def test_generate_goes_on_with_a_stream_that_was_read_before(way: str) -> None:
     assert cache.get_seq_length() == 20 + 8 - 1
 
 
-@pytest.mark.parametrize(("way", "before"), [("memory", 0), ("address", 4 * 8 * 4)])  # four keys, float32 always
+@pytest.mark.parametrize(
+    ("way", "before"), [("memory", 0), ("address", 4 * 8 * 4), ("bound", 3 * 4 * 8 * 4)]
+)  # of four tokens
 def test_memory_does_not_grow_with_the_stream(way: str, before: int) -> None:
     config = WAYS[way]
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         model = reading(way, dtype=dtype)
         cache = new_cache(model)
         ids = torch.randint(0, 97, (1, 500), generator=torch.Generator().manual_seed(0))
-        sizes = []
+        sizes = []  # `before`: float32, whatever the model is
         for piece in cut(ids, {10, 11, 70, 200, 201}):
             step(model, piece, cache)
             sizes.append(cache.nbytes)
@@ -405,7 +408,7 @@ class _Interrupt(BaseException):
     pass
 
 
-@pytest.mark.parametrize("way", ["memory", "address"])
+@pytest.mark.parametrize("way", ["memory", "address", "bound"])
 def test_an_interrupted_pass_leaves_a_stream_that_is_refused(way: str) -> None:
     model = reading(way)
     cache = new_cache(model)

@@ -119,6 +119,13 @@ def test_cat_090_092_homes_and_secrets_stay_out(result, run_of):
         assert getpass.getuser() not in html
 
 
+def test_a_client_that_is_a_secret_is_called_so(result, run_of):
+    folder = run_of(result(), reason="late")
+    rows = (folder / "bytes.jsonl").read_text()
+    (folder / "bytes.jsonl").write_text(rows.replace('"client": 0', '"client": null'))
+    assert "<td>1</td><td>secret</td><td>" in render(compare([folder]))
+
+
 def test_many_rejections_are_cut_with_their_number(result, run_of):
     html = render(compare([run_of(result(rounds=30))]))
     assert "and 10 more" in html

@@ -120,6 +120,15 @@ def test_less_is_measured_against_all_weights_if_they_are_known(result):
     assert beside.factor == pytest.approx(4 * 78042 / 648)
 
 
+def test_the_caption_says_what_epsilon_counts_on(result):
+    fixed = caption_of([result(epsilon=2.0, delta=1e-5)])
+    assert "every client is counted as if it took part in every round" in fixed
+    drawn = caption_of([result(epsilon=1.0, delta=1e-5, sampling_rate=0.25)])
+    assert "with probability 0.25, drawn in secret" in drawn
+    assert "as if it took part in every round" not in drawn
+    assert "Not covered: how many replied" in drawn
+
+
 def test_the_caption_says_what_the_numbers_are(result):
     text = caption_of(mixed(result))
     for part in (

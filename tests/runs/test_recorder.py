@@ -114,6 +114,19 @@ def test_a_run_is_read_back_as_written(folder):
     assert (folder.path / "messages" / "last-down.msg").read_bytes() == b"d" * 9
 
 
+def test_a_message_of_a_client_that_is_a_secret(folder):
+    recorder = start(folder)
+    recorder.message(
+        b"u" * 12, round=1, direction="up", client=None, codec="float32", payload_bytes=5, accepted=False, reason="late"
+    )
+    recorder.round(1, {})
+    recorder.result(RESULT)
+    recorder.finish()
+    run = read_run(folder.path)
+    assert [(row["client"], row["reason"]) for row in run.refused] == [(None, "late")]
+    assert run.traffic == [Traffic("up", "float32", 1, 12, 12, 5, 12)]
+
+
 def test_only_messages_of_at_most_one_mebibyte_are_kept(folder):
     recorder = start(folder)
     exchange(recorder, 1, up=bytes(2**20 + 1))
@@ -194,6 +207,7 @@ def test_no_file_of_a_run_is_followed_waited_for_or_read_without_end(folder, tmp
         '{"round": "1"}',
         '{"round": true}',
         MESSAGE.replace('"client": 0', '"client": {"a": 1}'),
+        MESSAGE.replace('"client": 0, ', ""),
         MESSAGE.replace('"up"', '["up"]'),
         MESSAGE.replace("true", "1"),
         MESSAGE.replace('""', "null"),
@@ -238,6 +252,7 @@ def test_an_optional_number_that_is_not_finite_becomes_null(number):
         ("seconds", 1e300),
         ("clients", 2**64),
         ("model_parameters", -1),
+        ("sampling_rate", 0.5),
         ("rejected", {"a": -1}),
         ("rejected", {"a": True}),
         ("rejected", [1]),
@@ -251,6 +266,13 @@ def test_a_result_with_a_wrong_entry_is_refused(name, value):
         Result.from_dict({**RESULT.to_dict(), name: value})
 
 
+def test_a_sampling_rate_is_a_share():
+    private = dataclasses.replace(RESULT, epsilon=2.0, delta=1e-5, sampling_rate=0.25)
+    assert Result.from_dict(json.loads(json.dumps(private.to_dict()))) == private
+    with pytest.raises(WireError, match="sampling_rate"):
+        Result.from_dict({**private.to_dict(), "sampling_rate": 1.5})
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Result)])
 def test_a_result_that_lacks_an_entry_is_refused(name):
     values = RESULT.to_dict()
@@ -262,6 +284,7 @@ def test_a_result_that_lacks_an_entry_is_refused(name):
         "settings",
         "epsilon",
         "delta",
+        "sampling_rate",
     ):  # of some
         assert name not in values
         return

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.adapters.address import FIRST_TAPS, TAPS, AddressHead
+from nestling.adapters.address import FIRST_TAPS, TAPS, AddressHead, address_heads, first_centres, token_signs
 from nestling.adapters.frozen import AdapterHook, Frozen, refuse_second_adapter
 from nestling.adapters.layers import layer_numbers
 from nestling.adapters.store import check_vector, save_adapter
@@ -59,22 +59,25 @@ class MemoryAdapter:
         rules, local = rule_layouts(config, shape)
         self.base_hash = base_hash or hash_of(model)
         device = next(model.parameters()).device
+        self._heads = heads_of(config, shape)
         self._start = {name: _start(name, size, config).to(device) for name, size in [*rules, *local]}
+        if self._heads:
+            self._start["address.centre"] = first_centres(model, self._heads, config.seed or 0).to(device)
         self._maps = [_map(name, size, config) for name, size in rules] if config.dim else []
         self.layout, self.local_layout = memory_layout(config, shape)
         trained = {name: torch.zeros(size) for name, size in self.layout} if config.dim else self._start
         own = {name: trained[name] for name, _ in self.layout} | {name: self._start[name] for name, _ in local}
         self._parameters = {name: nn.Parameter(value.clone().to(device)) for name, value in own.items()}
         self._rules: dict[str, Tensor] = dict(self._parameters)
-        self._head = address_head(config, shape)
+        self._signs = token_signs(config.seed or 0, shape.vocab_size, head_sizes(shape)[3]) if config.bind else None
         self._memory_on = True
         self._passes = 0  # training passes since the state was set: they number the draws of `window_dropout`
         self._drops_window = False
         self._reader = Reader(model, window=config.window, sinks=config.sinks)  # the last that may refuse the model
         self.frozen = Frozen(model)
         memories = {number: _LayerMemory(self, number) for number in self._numbers}
-        if head := self._head:
-            memories[head.layer] = _Addresses(self, head, memories.get(head.layer))  # type: ignore[assignment]
+        for index, head in enumerate(self._heads):
+            memories[head.layer] = _Addresses(self, index, memories.get(head.layer))  # type: ignore[assignment]
         for number, memory in memories.items():
             self._reader.watch(number, memory)
         self._hooks = [
@@ -85,9 +88,10 @@ class MemoryAdapter:
     @property
     def spec(self) -> dict[str, Any]:
         """What both sides must agree on."""
-        c, address = self.config, "own" if self._head is None else f"{self._head.layer}.{self._head.head}"
+        c, address = self.config, ",".join(f"{head.layer}.{head.head}" for head in self._heads) or "own"
         spec = {"kind": c.kind, "seed": f"{c.seed:016x}", "scheme": SCHEME, "rank": c.rank, "layers": self._numbers}
-        spec |= {"gate": c.gate, "mix": c.mix, "address": address, "update": c.update, "forget": c.forget}
+        spec |= {"gate": c.gate, "mix": c.mix, "address": address, "bind": c.bind}
+        spec |= {"update": c.update, "forget": c.forget}
         spec |= {
             "window": c.window,
             "sinks": c.sinks,
@@ -207,17 +211,25 @@ class _Drop:
 
 
 class _Addresses:
-    """The layer whose key head makes the addresses of all memories; its own memory, if it has one, comes after."""
+    """A layer whose key head makes the addresses of all memories, or above another such layer a factor of them; its own
+    memory, if it has one, comes after."""
 
-    def __init__(self, adapter: MemoryAdapter, head: AddressHead, memory: "_LayerMemory | None") -> None:
-        self.adapter, self.head, self.memory = adapter, head, memory
+    def __init__(self, adapter: MemoryAdapter, index: int, memory: "_LayerMemory | None") -> None:
+        self.adapter, self.index, self.memory = adapter, index, memory
 
     def mix(self, static: Tensor, seen: Seen, stream: StreamLayer | None, mask: Tensor | None) -> Tensor:
         """As of `_LayerMemory`."""
-        rules = self.adapter._rules
-        if self.adapter._memory_on:
-            made = self.head.make(seen, rules["address.centre"], rules["address.taps"], stream, mask)
-            self.adapter._kept(self.head)["read at"], self.adapter._kept(self.head)["write at"] = made
+        adapter, i = self.adapter, self.index
+        if adapter._memory_on:
+            head, rules = adapter._heads[i], adapter._rules
+            signs = adapter._signs if head is adapter._heads[-1] else None  # one factor of the product is enough
+            made = head.make(seen, rules["address.centre"][i], rules["address.taps"][i], stream, mask, signs)
+            if i:
+                below = adapter._kept(adapter._heads[i - 1])
+                made = tuple(
+                    F.normalize(m * below[at], dim=-1) for m, at in zip(made, ("read at", "write at"), strict=True)
+                )
+            adapter._kept(head)["read at"], adapter._kept(head)["write at"] = made
         return self.memory.mix(static, seen, stream, mask) if self.memory is not None else static
 
 
@@ -262,9 +274,9 @@ class _LayerMemory:
     def _project(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         x = seen.x.to(torch.promote_types(seen.x.dtype, torch.float32))
         q, k, v = (given.to(x.dtype) for given in (seen.q, seen.k, seen.v))
-        trained, head = self.adapter.config.low_rank == "trained", self.adapter._head
-        if head is not None:  # both of length 1 already
-            read_at, write_at = (self.adapter._kept(head)[name].to(x.dtype) for name in ("read at", "write at"))
+        trained, heads = self.adapter.config.low_rank == "trained", self.adapter._heads
+        if heads:  # both of length 1 already
+            read_at, write_at = (self.adapter._kept(heads[-1])[name].to(x.dtype) for name in ("read at", "write at"))
             q, k = (at[:, :, None].expand_as(given).contiguous() for at, given in ((read_at, q), (write_at, k)))
         else:
             q, k = (self._corrected(x, q, "q"), self._corrected(x, k, "k")) if trained else (q, k)
@@ -305,14 +317,14 @@ def rule_layouts(config: MemoryConfig, shape: Any) -> tuple[Layout, Layout]:
             remedy=f"Give {hidden} or less.",
         )
     shared: list[tuple[str, tuple[int, ...]]] = []
-    head = address_head(config, shape)
-    if head is not None:
-        shared += [("address.centre", (size,)), ("address.taps", (TAPS,))]
+    made_of = len(heads_of(config, shape))
+    if made_of:
+        shared += [("address.centre", (made_of, size)), ("address.taps", (made_of, TAPS))]
     low: list[tuple[str, tuple[int, ...]]] = []
     for number in layer_numbers(config.layers, shape.num_hidden_layers):
         at = f"layers.{number}"
         if config.low_rank == "trained":
-            own = () if head is not None else (("q", heads), ("k", groups))
+            own = () if made_of else (("q", heads), ("k", groups))
             for name, count in (*own, ("v", groups)):
                 entries = [(f"{at}.{name}.A", (config.rank, hidden)), (f"{at}.{name}.B", (count * size, config.rank))]
                 (shared if config.share == "rules" else low).extend(entries)
@@ -338,22 +350,22 @@ def state_bytes(config: MemoryConfig, shape: Any, *, bytes_per_number: int = 2) 
     tokens = config.window + config.sinks if config.window else 0
     layers = shape.num_hidden_layers
     numbers = len(layer_numbers(config.layers, layers)) * groups * size * size
-    if address_head(config, shape) is not None:
-        numbers += TAPS * size
+    if made_of := len(heads_of(config, shape)):
+        numbers += TAPS * size * (made_of + config.bind)
     return {"window": layers * tokens * 2 * groups * size * bytes_per_number, "memory": numbers * 4}
 
 
-def address_head(config: MemoryConfig, shape: Any) -> AddressHead | None:
-    """The key head that makes addresses, None if each layer has its own; `ConfigError` for one that cannot."""
+def heads_of(config: MemoryConfig, shape: Any) -> tuple[AddressHead, ...]:
+    """The key heads that make addresses, none if each layer has its own; `ConfigError` for one that cannot."""
     layers = shape.num_hidden_layers
     first = layer_numbers(config.layers, layers)[0]
-    return AddressHead.of(config.address, first_memory=first, layers=layers, groups=head_sizes(shape)[2])
+    return address_heads(config.address, first_memory=first, layers=layers, groups=head_sizes(shape)[2])
 
 
 def first_layer(config: MemoryConfig, shape: Any) -> int:
     """The lowest layer that the adapter changes or listens to: what lies below is the same for every state."""
-    head = address_head(config, shape)
-    return head.layer if head is not None else layer_numbers(config.layers, shape.num_hidden_layers)[0]
+    heads = heads_of(config, shape)
+    return heads[0].layer if heads else layer_numbers(config.layers, shape.num_hidden_layers)[0]
 
 
 def head_sizes(shape: Any) -> tuple[int, int, int, int]:
@@ -369,12 +381,12 @@ def _count(size: tuple[int, ...]) -> int:
 
 def _start(name: str, size: tuple[int, ...], config: MemoryConfig) -> Tensor:
     """Rules before training: A random signs of size 1/√h, B zero, gates closed, weak writes, and hardly any decay;
-    addresses of two tokens, not centred."""
+    addresses of two tokens."""
     if name.endswith(".A"):
         signs = Stream(config.seed or 0, "memory", name).signs(_count(size)).reshape(size)
         return torch.from_numpy(signs / np.float32(sqrt(size[1])))
     if name == "address.taps":
-        return torch.tensor(FIRST_TAPS)
+        return torch.tensor(FIRST_TAPS).repeat(size[0], 1)
     fill = {"bias": config.write_bias, "forget": 6.0}.get(name.rpartition(".")[2], 0.0)
     return torch.full(size, fill)
 

@@ -82,7 +82,10 @@ class MemoryConfig:
     the memory, so that nothing is taken away where the memory has nothing to say."""
     address: str = "own"
     """own: each layer's own queries and keys. Or LAYER.HEAD, such as 18.2: a key head that makes the addresses of all
-    memories, out of the tokens before."""
+    memories, out of the tokens before; or several, such as 17.1,18.2, whose product does."""
+    bind: bool = False
+    """Each address is also bound to the token it is made at, by signs of the seed: what followed a 7 is found behind a
+    7. Needs an `address`."""
     update: Literal["delta", "additive"] = "delta"
     """delta: a new value replaces what its key held; additive: it is added to it."""
     forget: bool = False
@@ -109,9 +112,16 @@ class MemoryConfig:
         are_layers("adapter.layers", self.layers)
         is_one_of("adapter.gate", self.gate, ("head", "channel", "none"))
         is_one_of("adapter.mix", self.mix, ("blend", "add"))
-        if self.address != "own" and not re.fullmatch(r"\d{1,9}\.\d{1,9}", self.address, re.ASCII):
+        head = r"\d{1,9}\.\d{1,9}"
+        if self.address != "own" and not re.fullmatch(f"{head}(,{head}){{0,7}}", self.address, re.ASCII):
             raise ConfigError(
-                f"{self.address[:60]!r} is not allowed", where="adapter.address", remedy="Give own, or LAYER.HEAD."
+                f"{self.address[:60]!r} is not allowed",
+                where="adapter.address",
+                remedy="Give own, LAYER.HEAD, or several heads with commas between.",
+            )
+        if self.bind and self.address == "own":
+            raise ConfigError(
+                "has no addresses to bind", where="adapter.bind", remedy="Set adapter.address, or adapter.bind = false."
             )
         is_one_of("adapter.update", self.update, ("delta", "additive"))
         is_count("adapter.window", self.window, 0)

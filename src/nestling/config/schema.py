@@ -282,11 +282,19 @@ class RunConfig:
                 where="server.clients_per_round",
                 remedy="Give 0 for all of them, or raise task.clients.",
             )
-        if self.server.min_replies > (self.server.clients_per_round or self.task.clients):
+        asked = self.server.clients_per_round or self.task.clients
+        if self.server.min_replies > asked:
             raise ConfigError(
                 f"{self.server.min_replies} replies can never arrive",
                 where="server.min_replies",
                 remedy="Give no more than the clients asked in a round.",
+            )
+        if self.server.stragglers > asked - self.server.min_replies:
+            raise ConfigError(
+                f"leaves {asked - self.server.stragglers} of {asked} clients, server.min_replies is "
+                f"{self.server.min_replies}",
+                where="server.stragglers",
+                remedy="Ask more clients, or wait for more of them.",
             )
 
     def _can_be_private(self) -> None:
@@ -302,6 +310,36 @@ class RunConfig:
                     where=where,
                     remedy=f'Set {where} = "{wanted}".',
                 )
+        if self.privacy.noise and self.server.stragglers:
+            raise ConfigError(
+                "does not go with privacy.noise: whether one client replies would decide whose reply is left out",
+                where="server.stragglers",
+                remedy="Set server.stragglers = 0; server.deadline cuts off each client by itself.",
+            )
+        if self.privacy.sampling == "poisson":
+            self._can_be_sampled()
+
+    def _can_be_sampled(self) -> None:
+        """Refuse what leaves nothing to draw in secret, or would tell how many were drawn."""
+        s, clients = self.server, self.task.clients
+        if not self.privacy.noise:
+            raise ConfigError(
+                "protects nobody without privacy.noise",
+                where="privacy.sampling",
+                remedy='Set privacy.noise, or privacy.sampling = "fixed".',
+            )
+        if not 0 < s.clients_per_round < clients:
+            raise ConfigError(
+                f"{s.clients_per_round} of {clients} leaves nothing to draw for privacy.sampling = 'poisson'",
+                where="server.clients_per_round",
+                remedy="Give how many of task.clients are to be asked on average, more than 0 and not all.",
+            )
+        if s.min_replies > 1:
+            raise ConfigError(
+                "does not go with privacy.sampling = 'poisson': an abandoned round would tell how few were drawn",
+                where="server.min_replies",
+                remedy="Set server.min_replies = 1: a round that nobody replied in is noise.",
+            )
 
     def _fits_together(self) -> None:
         """Refuse a base or an adapter that the task cannot use."""
@@ -329,6 +367,17 @@ class RunConfig:
                         where=f"adapter.{setting}",
                         remedy=f"Leave it at {getattr(LoraConfig, setting)}.",
                     )
+
+    @property
+    def sampling_rate(self) -> float:
+        """The probability with which a client is drawn for a round in secret; 1 where no secret is made of it.
+
+        >>> from dataclasses import replace
+        >>> config = RunConfig(server=ServerConfig(weighting="uniform", clients_per_round=2))
+        >>> config.sampling_rate, replace(config, privacy=PrivacyConfig(noise=1.0, sampling="poisson")).sampling_rate
+        (1.0, 0.25)
+        """
+        return self.server.clients_per_round / self.task.clients if self.privacy.sampling == "poisson" else 1.0
 
     @property
     def method(self) -> str:

@@ -13,6 +13,11 @@ class ServerConfig:
 
     clients_per_round: int = 0
     """How many clients a round asks, drawn by the seed; 0: all of them."""
+    deadline: float = 0.0
+    """Seconds for the replies of a round; those that are not there by then are left out. 0: as long as it takes."""
+    stragglers: int = 0
+    """A round does not wait for its slowest clients, so many, once all others have replied: ask a few more than needed
+    and leave as many behind. Like a deadline, this lets time decide, so two such runs of one seed may differ."""
     weighting: Literal["examples", "uniform"] = "examples"
     min_replies: int = 1
     """A round with fewer usable replies is abandoned: the state stays as it was."""
@@ -43,6 +48,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         is_count("server.clients_per_round", self.clients_per_round, 0)
+        at_least("server.deadline", self.deadline, 0)
+        is_count("server.stragglers", self.stragglers, 0)
         is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
         is_count("server.min_replies", self.min_replies, 1)
         is_count("server.patience", self.patience, 1)
@@ -100,9 +107,13 @@ class PrivacyConfig:
     """Above 0: clip is of the first round alone, and then follows this quantile of the changes' lengths."""
     delta: float = 1e-5
     """What ε is reported at; well below one over the number of all clients."""
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    """fixed: so many clients as server.clients_per_round says, drawn by the seed, which everybody knows. poisson: that
+    many on average, each drawn in secret and on its own, and ε is smaller for it as long as the draw stays secret."""
 
     def __post_init__(self) -> None:
         at_least("privacy.noise", self.noise, 0)
+        is_one_of("privacy.sampling", self.sampling, ("fixed", "poisson"))
         for name, smallest, largest in (("noise", SMALLEST_NOISE, 2.0**20), ("clip", 2.0**-60, 2.0**60)):
             if getattr(self, name) and not smallest <= getattr(self, name) <= largest:
                 raise ConfigError(

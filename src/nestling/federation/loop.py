@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nestling.core.errors import RunError
 from nestling.core.types import Engine, Failure
 from nestling.core.vectors import Vector
-from nestling.federation.sampling import cohort
+from nestling.federation.sampling import cohort, poisson_cohort
 from nestling.federation.server import Reply, Server
 
 
@@ -56,6 +56,7 @@ def run_rounds(
     per_round: int,
     patience: int,
     seed: int,
+    secret: bool = False,
     first: int = 1,
     abandoned: int = 0,
 ) -> Iterator[Round]:
@@ -67,11 +68,15 @@ def run_rounds(
         clients: all that can be asked.
         evaluate: accuracy of a state on held-out data.
         per_round: how many clients to ask; 0 for all.
+        secret: ask so many on average, each on its own (`poisson_cohort`), in place of the seed's draw.
         patience: abandoned rounds in a row after which `RunError` (exit code 7) is raised.
         first, abandoned: where a resumed run goes on, and how many rounds in a row were abandoned just before.
     """
     for number in range(first, rounds + 1):
-        asked = cohort(clients, count=per_round, seed=seed, round=number)
+        if secret:
+            asked = poisson_cohort(clients, count=per_round)
+        else:
+            asked = cohort(clients, count=per_round, seed=seed, round=number)
         message = server.broadcast(number)
         answers = engine.exchange(dict.fromkeys(asked, message))
         silent = Failure("no_reply", "did not answer in time")

@@ -16,7 +16,7 @@ import numpy as np
 from nestling.codec.codecs import decode_body, encode_body
 from nestling.codec.message import decode, encode, message_key, state_digest
 from nestling.config.schema import PrivacyConfig, ServerConfig
-from nestling.core.errors import ContextError, WireError
+from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.core.seeds import Stream
 from nestling.core.types import Failure
 from nestling.core.vectors import Vector
@@ -51,6 +51,7 @@ class Server:
         total_weight: the largest sum of weights that honest replies of one round reach, for the fixed-point sum.
         asked: how many clients a round asks; only a robust rule and privacy need to know.
         privacy: with noise, `ledger` must be set before the first update: every round is charged there before.
+        sampling_rate: below 1 where each client was drawn with that probability, in secret, `asked` on average.
 
     Raises `ConfigError` if a robust rule could not withstand the share of hostile clients among so many, or so few
     cannot tell a quantile in private.
@@ -65,15 +66,24 @@ class Server:
         total_weight: int,
         asked: int = 0,
         privacy: PrivacyConfig | None = None,
+        sampling_rate: float = 1.0,
     ) -> None:
         self.state = state
         self.memory: dict[str, np.ndarray] = {}
         self._agreement, self._config = agreement, config
         self._sent, self._round = state, 0
-        self._asked, self._fewest = asked, config.min_replies
+        # Of a secret draw, few or no replies are a round like any other: to abandon it would tell how few were drawn.
+        self._sampling_rate = sampling_rate
+        self._asked, self._fewest = asked, config.min_replies if sampling_rate == 1 else 0
         if config.aggregate != "mean":
             needed = fewest_replies(config.aggregate, hostile_share=config.hostile_share, asked=asked)
             self._fewest = max(self._fewest, needed)
+            if asked - config.stragglers < needed:
+                raise ConfigError(
+                    f"leaves {asked - config.stragglers} replies, {config.aggregate} needs {needed} of {asked}",
+                    where="server.stragglers",
+                    remedy="Ask more clients, or wait for more of them.",
+                )
         self.ledger: Ledger | None = None
         self._privacy = privacy if privacy is not None and privacy.noise else None
         if self._privacy is not None and self._privacy.quantile:
@@ -108,7 +118,7 @@ class Server:
         refused: dict[int, Failure] = {}
         for client, reply in sorted(replies.items()):
             if isinstance(reply, Failure):
-                refused[client] = reply
+                refused[client] = self._told(reply)
                 continue
             try:
                 header, vector = decode(
@@ -118,12 +128,16 @@ class Server:
                 if header.is_difference != (agreed.codec.send == "delta"):
                     raise WireError("flags", "says state where a difference was agreed, or the reverse")
             except WireError as error:
-                refused[client] = Failure(error.code, f"client {client}: {error}")
+                refused[client] = self._told(Failure(error.code, f"client {client}: {error}"))
                 continue
             weight = header.num_examples if self._config.weighting == "examples" else 1
             state = self._sent + vector if header.is_difference else vector
             accepted.append(Reply(client, vector, state, weight))
         return accepted, refused
+
+    def _told(self, failure: Failure) -> Failure:
+        """What is told of a refusal: logs and errors name the client, which a secret draw must not."""
+        return failure if self._sampling_rate == 1 else Failure(failure.code, "a client drawn in secret is not named")
 
     def bound(self, accepted: list[Reply]) -> tuple[list[Reply], list[int]]:
         """The replies with outliers cut down, and which clients' they were: the length of what a client would change,
@@ -174,7 +188,7 @@ class Server:
                 "a private round has no ledger to be charged in", where="server", remedy="Set its ledger."
             )
         clip = float(self.memory.get(_CLIP, p.clip))
-        self.ledger.charge(Charge(self._round, p.noise, clip, self._asked, 1.0, p.delta))
+        self.ledger.charge(Charge(self._round, p.noise, clip, self._asked, self._sampling_rate, p.delta))
         return {_CLIP: np.array(clip)} if p.quantile else {}
 
     def _together(self, accepted: list[Reply], kept: dict[str, np.ndarray]) -> Vector:

@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from nestling.models.streams import StreamCache, cache_argument
+from nestling.models.window import reader_of
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Prefix:
         if self.first == 0:
             return model(ids, use_cache=False, logits_to_keep=keep).logits
         hidden = torch.stack([self._below(model, row) for row in ids])
-        return self._upper(model, hidden, keep, use_cache=False)
+        return self._upper(model, ids, hidden, keep, use_cache=False)
 
     def logits_after(
         self, model: nn.Module, ids: Int64[Tensor, "b t"], cache: StreamCache, keep: int, *, key: bytes
@@ -74,9 +75,11 @@ class Prefix:
                 self._remember(key, hidden)
                 if not begins:
                     self.begun.discard(cache.remembered)
-        return self._upper(model, hidden, keep, **reading)
+        return self._upper(model, ids, hidden, keep, **reading)
 
-    def _upper(self, model: nn.Module, hidden: Tensor, keep: int, **reading: Any) -> Tensor:
+    def _upper(self, model: nn.Module, ids: Tensor, hidden: Tensor, keep: int, **reading: Any) -> Tensor:
+        if (reader := reader_of(model)) is not None:
+            reader.ids = ids
         with _layers(model, self.first, None):
             logits: Tensor = model(inputs_embeds=hidden, logits_to_keep=keep, **reading).logits
         return logits

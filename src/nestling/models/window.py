@@ -48,12 +48,14 @@ class Memory(Protocol):
 
 @dataclass
 class Seen:
-    """What one attention layer is given and projects, before the rotation: x [B, T, h], q, k, v [B, T, heads, d]."""
+    """What one attention layer is given and projects, before the rotation: x [B, T, h], q, k, v [B, T, heads, d]; and
+    the tokens' numbers, ids [B, T], None where the model was given embeddings."""
 
     x: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
+    ids: Tensor | None = None
 
 
 class Layer:
@@ -85,6 +87,8 @@ class Reader:
         check_window(body.config, window=window, sinks=self.sinks)
         self.stream: StreamCache | None = None
         self.rows: Rows | None = None
+        self.ids: Tensor | None = None
+        """The tokens of the pass. Set before a pass that is given embeddings, if it is known which tokens they are."""
         self._own = body.config
         self.config = copy.copy(self._own)  # another model may share the original, and goes on attending as it did
         self.config._attn_implementation = _register(WINDOWED if window else FULL, self._own._attn_implementation)
@@ -116,7 +120,7 @@ class Reader:
 
     def forget(self) -> None:
         """Nothing of the last pass is left here. A pass does this itself, unless an interrupt ends it."""
-        self.stream = self.rows = None
+        self.stream = self.rows = self.ids = None
         for attention in self.layers:
             attention.nestling.kept.clear()  # type: ignore[union-attr, operator]
 
@@ -252,6 +256,8 @@ class _Begin:
             kwargs["position_ids"] = positions(given, rows, stream)
         if stream is not None:
             stream.reading = True
+        if kwargs.get("input_ids") is not None:
+            reader.ids = kwargs["input_ids"]
         reader.stream, reader.rows = stream, rows
         return (), kwargs
 
@@ -370,9 +376,11 @@ def _with_memory(layer: Layer, static: Tensor, head_dim: int, *, already_aligned
     reader, rows = layer.reader, layer.reader.rows
     stream = reader.stream.layers[layer.index] if reader.stream is not None else None
     seen = layer.take_seen(head_dim)
+    seen.ids = reader.ids
     if rows is None:
         return layer.memory.mix(static, seen, stream, None)
-    seen = Seen(*(rows.align(x) for x in (seen.x, seen.q, seen.k, seen.v)))
+    ids = None if seen.ids is None else rows.align(seen.ids)
+    seen = Seen(*(rows.align(x) for x in (seen.x, seen.q, seen.k, seen.v)), ids)
     if already_aligned:
         return layer.memory.mix(static, seen, stream, rows.mask)
     return rows.restore(layer.memory.mix(rows.align(static), seen, stream, rows.mask))

@@ -193,9 +193,15 @@ def caption_of(results: Sequence[Result]) -> str:
 def privacy_of(result: Result) -> str:
     """What a private run's ε holds for and what it does not cover; without a final full stop."""
     assert result.epsilon is not None
+    taking_part = "every client is counted as if it took part in every round"
+    if result.sampling_rate is not None:
+        taking_part = (
+            f"every client took part in a round with probability {result.sampling_rate:.3g}, drawn in secret, and who "
+            "knows which did, or how many, is promised less"
+        )
     return (
         f"Privacy of {printable(result.name)}: epsilon {result.epsilon:.3g} at delta {result.delta:.1e} for adding or "
-        "removing one client, if the server is trusted; every client is counted as if it took part in every round. Not "
+        f"removing one client, if the server is trusted; {taking_part}. Not "
         "covered: how many replied and when, log.txt, checkpoints, and the rows local only and centralised"
     )
 

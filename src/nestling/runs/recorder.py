@@ -4,7 +4,7 @@
 |---|---|
 | `config.toml`, `command.txt`, `env.json` | what was run, how, and on what |
 | `metrics.jsonl` | one object per round; a number that is not finite is written as null |
-| `bytes.jsonl` | one object per message; the server's verdict is part of it |
+| `bytes.jsonl` | one object per message with the server's verdict; client is null where who took part is a secret |
 | `messages/last-up.msg`, `last-down.msg` | the last message each way, if at most 1 MiB |
 | `log.txt`, `status`, `result.json` | lines with their time; one word; a `Result` |
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from nestling.core.errors import ContextError, WireError
@@ -31,9 +32,9 @@ _KEPT_MESSAGE = 1 << 20
 _SMALL, _METRICS = 1 << 16, 1 << 24  # the most bytes that are read of a small file, and of metrics.jsonl
 _RESULT = 1 << 24  # and of result.json, which may hold every item of every row
 _SHOWN_REFUSED = 20
-_MESSAGE = (
-    ("client", int), ("direction", str), ("codec", str), ("wire_bytes", int), ("payload_bytes", int),
-    ("accepted", bool), ("reason", str),
+_MESSAGE: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("client", (int, NoneType)), ("direction", (str,)), ("codec", (str,)), ("wire_bytes", (int,)),
+    ("payload_bytes", (int,)), ("accepted", (bool,)), ("reason", (str,)),
 )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ class Recorder:
         *,
         round: int,
         direction: Direction,
-        client: int,
+        client: int | None,
         codec: str,
         payload_bytes: int,
         accepted: bool = True,
@@ -103,7 +104,7 @@ class Recorder:
     ) -> None:
         """Record one message as it travelled, with the server's verdict; a refused message has cost its bytes too.
 
-        `keep`: it may become the `messages/last-….msg` that people look into.
+        `client` is None where it is a secret. `keep`: it may become the `messages/last-….msg` that people look into.
         """
         row = {
             "round": round,
@@ -244,7 +245,7 @@ def _messages(path: Path) -> tuple[list[Traffic], list[dict[str, Any]], Counter[
     refused: list[dict[str, Any]] = []
     refusals: Counter[str] = Counter()
     for row in _rows(path):
-        if not all(type(row.get(name)) is kind for name, kind in _MESSAGE):
+        if not all(type(row.get(name, ...)) in kinds for name, kinds in _MESSAGE):
             raise WireError("rows", "has a line that is not a message", where=printable(str(path)))
         wire = row["wire_bytes"]
         kind = sizes.setdefault((row["direction"], row["codec"]), [0, wire, wire, 0, 0])  # as in Traffic

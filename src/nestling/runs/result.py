@@ -12,7 +12,7 @@ from nestling.runs.files import printable
 SCHEMA = 1
 _OF_NEEDLES = ("recalls", "gains")
 _PERSONAL = ("accuracy_personal", "accuracy_personal_global")
-_PRIVATE = ("epsilon", "delta")
+_PRIVATE = ("epsilon", "delta", "sampling_rate")
 _LEFT_OUT = (*_OF_NEEDLES, *_PERSONAL, *_PRIVATE, "settings")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
@@ -40,7 +40,7 @@ class Result:
     (`federation/personal.py`).
 
     A private run has `epsilon` at `delta`: what all rounds that were ever charged have spent, for adding or removing
-    one client.
+    one client. `sampling_rate` is there if each client was drawn in secret, with that probability, and ε counts on it.
 
     A needle run also has `recalls`: for each row (`federation/recalls.py`) one object a client, with its counts, mean
     loss of an answer token, exact answers by depth, and a 0 or 1 an item in `hits` (exact) and `choices` (of four); and
@@ -83,6 +83,7 @@ class Result:
     settings: str = ""
     epsilon: float | None = None
     delta: float | None = None
+    sampling_rate: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
@@ -108,6 +109,8 @@ class Result:
             raise WireError("fields", cause, where=where)
         if (given["epsilon"] is None) != (given["delta"] is None):
             raise WireError("fields", "has only one of epsilon and delta", where=where)
+        if given["sampling_rate"] is not None and given["epsilon"] is None:
+            raise WireError("fields", "has a sampling_rate and no epsilon", where=where)
         return cls(**{name: _checked(name, given[name], kind, where) for name, kind in expected.items()})
 
 
@@ -129,7 +132,8 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         return value
     else:
         raise WireError("fields", f"has an unusable value for {name}", where=where)
-    if (name in _NOT_NEGATIVE and not 0 <= number < 2**64) or (name.startswith("accuracy") and not 0 <= number <= 1):
+    share = name.startswith("accuracy") or name == "sampling_rate"
+    if (name in _NOT_NEGATIVE and not 0 <= number < 2**64) or (share and not 0 <= number <= 1):
         raise WireError("fields", f"has {name} = {number}, which cannot be", where=where)
     return value
 

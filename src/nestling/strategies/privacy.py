@@ -137,6 +137,9 @@ def private_mean(
     (array([0.6, 0.8], dtype=float32), np.float64(1.105171))
     """
     now = float(memory.get("clip", clip))
+    # Mean and count, each over its noise, are one vector with standard normal noise, which a client moves by at most
+    # (z_Δ^-2 + (2 σ_b)^-2)^½ = 1/z: one Gaussian mechanism of multiplier z. Both are of the same replies, so where
+    # those were drawn in secret that one was sampled, once, and (z, sampling rate) accounts for the two together.
     z = mean_noise_multiplier(noise_multiplier, count_noise)
     mean = noised_mean(vectors, size=size, clip=now, noise_multiplier=z, cohort=cohort)
     unclipped = sum(norm(vector) <= now for vector in vectors)
@@ -241,7 +244,16 @@ def _below(limit: int, count: int) -> Steps:
 # Gaussian noise of variance σ² − τ², then rounded at random to the grid (a discrete Gaussian of variance τ² about it),
 # is discrete Gaussian of variance σ² up to a factor 1 ± 4 exp(−2π² τ²) (Peikert, CRYPTO 2010, Theorem 3.1). Rounding
 # is after the fact, so with τ = 4 and σ ≥ 2^10 steps, ε is that of a multiplier smaller by less than 2^-16, and with
-# the 2^22 to 2^24 steps here by 2^-41, below what an accountant resolves.
+# the 2^22 to 2^24 steps here by 2^-41, below what an accountant resolves. It holds for every draw of clients, and so
+# for the mixture over draws that sampling makes of them.
+#
+# What clients keep from round to round (error feedback, an optimiser) hangs on the draws of rounds before. Rounds add
+# up all the same: fix the draws of all others, which do not depend on this client, and what is published so far; then
+# the round is, with or without it, a mixture over its own draw, made anew, of sums that differ by one clipped reply.
+
+
+_LITTLE_NOISE = 0.01
+"""Below it a round's ε is above 5,000: sampling takes about ln(1 / rate) off that, and an accountant may overflow."""
 
 
 def spent(rounds: Iterable[tuple[float, float]], delta: float) -> float:
@@ -262,9 +274,9 @@ def spent(rounds: Iterable[tuple[float, float]], delta: float) -> float:
     if any(noise_multiplier == 0 for noise_multiplier, _ in counts):
         return inf
     dp = _accounting()
-    # Rounds without sampling are one Gaussian together.
-    precision = sum(n * z**-2 for (z, rate), n in counts.items() if rate == 1)
-    sampled = {key: n for key, n in counts.items() if key[1] < 1}
+    # Rounds without sampling are one Gaussian together, and so are those that it cannot help, for it never costs.
+    sampled = {(z, rate): n for (z, rate), n in counts.items() if rate < 1 and z >= _LITTLE_NOISE}
+    precision = sum(n * key[0] ** -2 for key, n in counts.items() if key not in sampled)
     if not sampled:
         return float(dp.get_epsilon_gaussian(precision**-0.5, delta))
     accountant = _accountant(dp, min(z for z, _ in sampled))
@@ -293,7 +305,7 @@ def noise_for(epsilon: float, rounds: int, delta: float, *, sampling_rate: float
     dp = _accounting()
     # Enough if nothing is sampled; the last factor is the search's tolerance.
     most = float(dp.get_sigma_gaussian(epsilon, delta)) * sqrt(rounds) * (1 + 1e-9)
-    if sampling_rate == 1:
+    if sampling_rate == 1 or most < _LITTLE_NOISE:
         return most
     least = most / 2
     while spent([(least, sampling_rate)] * rounds, delta) <= epsilon:
