@@ -1,17 +1,19 @@
 # Everything starts from a bare Python 3.11 and make: each target sets up what it needs in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+FUZZ_SECONDS ?= 600
 # Idle OpenMP threads must sleep, not spin: see docs/DEPENDENCIES.md.
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 
-.PHONY: demo memory test lint bench bench-language results clean help
+.PHONY: demo memory test lint fuzz bench bench-language results clean help
 
 help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
 	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make lint     lint, types and imports only"
+	@echo "make fuzz     coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS=600"
 	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
 	@echo "make bench-language  the benchmarks on SmolLM2: speed, and long streams"
 	@echo "make results  the table of docs/RESULTS.md, five seeds"
@@ -37,6 +39,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python fuzz/decode.py --seconds $(FUZZ_SECONDS)
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/signs.py

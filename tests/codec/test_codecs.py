@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import math
 import struct
+import warnings
 from itertools import count
 
 import numpy as np
@@ -11,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nestling.codec.codecs import CODECS, FAMILIES, Limits, body_size, decode_body, encode_body, named_codec
+from nestling.codec.codecs import (
+    CODECS,
+    FAMILIES,
+    Limits,
+    _check_values,
+    body_size,
+    decode_body,
+    encode_body,
+    named_codec,
+)
 from nestling.codec.form import FLT_MAX, FLT_MIN
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.core.seeds import philox_block
@@ -257,6 +268,66 @@ def test_limits_on_values_hold_for_every_codec(codec):
         with pytest.raises(WireError) as caught:
             decode_body(codec, layout, body, limits, key=KEY)
         assert caught.value.code in code
+
+
+def refusal(check, vector, limits):
+    """Code and text of the error, or nothing."""
+    try:
+        check(vector, limits)
+    except WireError as error:
+        return error.code, str(error)
+    return None
+
+
+def one_by_one(vector, limits):
+    """SPEC.md's checks of the values, each by itself and in its order."""
+    peak = float(np.abs(vector).max()) if vector.size else 0.0
+    if not math.isfinite(peak):
+        raise WireError("non_finite", "contains NaN or infinite numbers", remedy="The sender diverged; drop it.")
+    if peak > limits.max_abs:
+        remedy = "Drop it, or raise max_abs if honest clients send this."
+        raise WireError("abs", f"contains {peak:.6g}, the limit is {limits.max_abs:.6g}", remedy=remedy)
+    norm = math.sqrt(float(np.square(vector.astype(np.float64)).sum()))
+    if norm > limits.max_norm:
+        remedy = "Drop it, or raise max_norm if honest clients send this."
+        raise WireError("norm", f"has norm {norm:.6g}, the limit is {limits.max_norm:.6g}", remedy=remedy)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=400)
+def test_checking_the_norm_first_refuses_what_the_checks_one_by_one_refuse(data):
+    usual = st.floats(-1e3, 1e3, width=32) | st.sampled_from([0.0, -1.0, 1e-45, -1e4, 3e19, 3.4e38])  # 3e19² overflows
+    numbers = data.draw(st.sampled_from([usual, usual, usual | st.sampled_from([np.nan, np.inf, -np.inf])]))
+    vector = np.array(data.draw(st.lists(numbers, max_size=40)), np.float32)
+    norm = math.sqrt(float(np.square(vector.astype(np.float64)).sum()))
+    peak = float(np.abs(vector).max(initial=0.0))
+    near = [x for value in (peak, norm, 1e4) for x in (np.nextafter(value, 0.0), value, np.nextafter(value, np.inf))]
+    max_abs = data.draw(st.sampled_from([float(x) for x in near if 1.0 <= x <= FLT_MAX]))
+    # Sums in another order round differently: no limit lies within their roundings of the norm.
+    max_norm = data.draw(st.sampled_from([x for x in (norm * (1 - 1e-12), norm * (1 + 1e-12), 1e6) if x > 0.0]))
+    limits = Limits(max_abs=max_abs, max_norm=max_norm)
+    with np.errstate(invalid="ignore"):
+        assert refusal(_check_values, vector, limits) == refusal(one_by_one, vector, limits)
+
+
+@given(number=st.floats(1.0, FLT_MAX, width=32), place=st.integers(0, 99), others=st.floats(0.0, 1.0, width=32))
+@settings(deadline=None, max_examples=200)
+def test_a_number_over_its_limit_is_found_however_little_it_is_over(number, place, others):
+    vector = np.full(100, number * others if number < 1e30 else 0.0, np.float32)
+    vector[place] = -number
+    below = float(np.nextafter(number, 0.0))  # in float64, half a rounding of a float32 or less
+    for limit, code in ((number, None), (below, "abs")):
+        if limit >= 1.0:
+            refused = refusal(_check_values, vector, Limits(max_abs=limit, max_norm=float("inf")))
+            assert (refused and refused[0]) == code
+
+
+def test_a_signalling_nan_is_refused_without_a_warning():
+    layout, body = Layout.of([("a", (3,))]), np.array([0, 0x7F800001, 0x3F800000], "<u4").tobytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(WireError, match="non_finite"):
+            decode_body("float32", layout, body, Limits())
 
 
 @pytest.mark.parametrize(

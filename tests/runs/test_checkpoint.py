@@ -182,3 +182,11 @@ def test_cat_065_a_disk_that_fails_leaves_the_older_ones(folder: RunFolder, monk
         found = newest_checkpoint(folder.path)
     assert found is not None
     assert found.round == 2
+
+
+def test_cat_083_a_hundred_checkpoints_leave_two_files_and_none_open(folder: RunFolder) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 101):
+        write_checkpoint(folder, example(number))
+    assert [path.name[:12] for path in files(folder)] == ["round-000099", "round-000100"]
+    assert len(os.listdir("/proc/self/fd")) == opened

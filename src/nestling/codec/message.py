@@ -33,6 +33,8 @@ LARGEST = 2**32 - 1  # what total_len can say
 
 Direction = Literal["uplink", "downlink"]
 MAGIC: dict[Direction, bytes] = {"uplink": b"NSU1", "downlink": b"NSD1"}
+_DIRECTIONS = {magic: direction for direction, magic in MAGIC.items()}
+_BUFFERS = (bytes, bytearray, memoryview)
 
 _FIELDS = struct.Struct("<4sBBHII16sQII16s")
 _KEY = struct.Struct("<16sIQ")
@@ -183,12 +185,12 @@ def decode(
     >>> header.num_examples, vector
     (500, array([ 1., -2.], dtype=float32))
     """
-    allowed = {name: named_codec(name) for name in codecs}
-    sizes = {name: HEADER_SIZE + codec.size(layout) for name, codec in allowed.items()}
-    names = {codec.id: name for name, codec in allowed.items()}
-    if len(names) < len(allowed):
+    allowed = [named_codec(name) for name in codecs]
+    sizes = {codec.name: HEADER_SIZE + codec.size(layout) for codec in allowed}
+    names = {codec.id: codec.name for codec in allowed}
+    if len(names) < len(sizes):
         raise ConfigError(
-            f"{', '.join(allowed)}: two have one number on the wire", where="codecs", remedy="Allow one of a family."
+            f"{', '.join(sizes)}: two have one number on the wire", where="codecs", remedy="Allow one of a family."
         )
     header, data = _parse(message, [direction], names, max(sizes.values(), default=HEADER_SIZE))
     _check_length(header, data, sizes[header.codec])
@@ -236,7 +238,7 @@ def _parse(
     message: object, directions: Collection[Direction], codecs: Mapping[int, str], largest: int
 ) -> tuple[Header, bytes]:
     """Checks up to `codec`. The bytes returned are ours: the sender's buffer can no longer change under the digest."""
-    if not isinstance(message, bytes | bytearray | memoryview):
+    if not isinstance(message, _BUFFERS):
         raise WireError("type", f"is a {type(message).__name__}", remedy="Give bytes, bytearray or memoryview.")
     size = memoryview(message).nbytes
     if size < HEADER_SIZE:
@@ -245,8 +247,8 @@ def _parse(
         raise WireError("length", f"has {size} bytes, at most {largest} are possible here", remedy="Drop it unread.")
     data = bytes(message)
     magic, version, number, flags, total, turn, context, client, attempt, examples, digest = _FIELDS.unpack_from(data)
-    direction = next((name for name in directions if MAGIC[name] == magic), None)
-    if direction is None:
+    direction = _DIRECTIONS.get(magic)
+    if direction is None or direction not in directions:
         wanted = " or ".join(str(MAGIC[name])[2:-1] for name in directions)
         raise WireError("magic", f"begins with {magic.hex()}, not with {wanted}", remedy="Is it a Nestling message?")
     if version != VERSION:

@@ -33,7 +33,7 @@ KEPT = 2
 
 _FOLDER = "checkpoints"
 _FILE = re.compile(r"round-(\d{6,})--([0-9a-f]{16})\.safetensors")
-_CLIENT = re.compile(r"client\.(\d+)\.(.+)")
+_CLIENT = re.compile(r"client\.(\d{1,20})\.(.+)")  # Python would not read a number of any length
 _LARGEST = 1 << 36
 
 
