@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -222,3 +224,33 @@ def test_python_dash_m_is_the_same_command() -> None:
     done = typed("--version")
     assert (done.returncode, done.stdout) == (0, f"nestling {__version__}\n")
     assert typed("nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_cat_056_057_a_second_signal_ends_the_process_at_once(kind: signal.Signals) -> None:
+    program = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import nestling.cli.show
+from nestling.cli.main import main
+
+def slow(args):
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("saving", flush=True)
+        time.sleep(60)
+
+nestling.cli.show.ls = slow
+sys.exit(main(["ls"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for said in ("begun", "saving"):
+            assert process.stdout.readline().strip() == said
+            process.send_signal(kind)
+            asked = time.monotonic()
+        process.wait(timeout=50)
+    assert process.returncode == -kind
+    assert time.monotonic() - asked < 10  # a tenth of a second, but for a machine that is busy

@@ -1,5 +1,11 @@
 """The PyTorch form against the float64 definition, across its chunk boundaries."""
 
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -35,3 +41,33 @@ def test_base_keeps_its_dtype_and_is_added_to_in_float32_or_more(dtype: torch.dt
     portable.expand(KEY, y, base=base, out=out)
     change = torch.from_numpy(reference.expand(KEY, y.numpy(), 300))
     assert torch.equal(out, (base.to(torch.promote_types(dtype, torch.float32)) + change).to(dtype))
+
+
+DIGEST = """
+import hashlib, torch
+from nestling.kernels.signs import portable
+out = torch.empty(70_001)
+portable.expand((77, 88), torch.full((33,), 0.5), base=torch.zeros(70_001), out=out)  # halves add up exactly
+words = portable.words((77, 88), 0, 50_000, torch.device("cpu"))
+print(hashlib.sha256(words.numpy().tobytes() + out.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_cat_100_a_processor_without_wide_vectors_gives_the_same_bits() -> None:
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(DIGEST, {})
+    plain = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run([sys.executable, "-c", DIGEST], env=plain, capture_output=True, text=True, check=True)
+    assert done.stdout == here.getvalue()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_cat_102_a_gpu_gives_the_words_and_signs_of_a_cpu() -> None:
+    y, results = torch.full((33,), 0.5), []
+    for device in ("cpu", "cuda"):
+        out = torch.empty(70_001, device=device)
+        portable.expand(KEY, y.to(device), base=torch.zeros(70_001, device=device), out=out)
+        words = portable.words(KEY, 0, 50_000, torch.device(device))
+        results.append((words.cpu().numpy().tobytes(), out.cpu().numpy().tobytes()))
+    assert results[0] == results[1]
