@@ -74,6 +74,9 @@ def test_a_plan_says_what_a_stream_needs(tmp_path: Path, capsys: pytest.CaptureF
     half = dataclasses.replace(settings, base=dataclasses.replace(settings.base, dtype="bfloat16"))
     assert plan(half).stream_bytes == wanted | {"window": wanted["window"] // 2}
     flags = ["needle-smollm2", "--base.model", str(language()), "--adapter.layers", "all", "--adapter.address", "own"]
+    assert main(["plan", *flags]) == 2
+    assert "adapter.bind: has no addresses to bind" in capsys.readouterr().err
+    flags.append("--adapter.no-bind")
     assert main(["plan", *flags, "--adapter.share", "gates"]) == 0
     shown = capsys.readouterr().out
     for words in ("numbers of a memory's rules", "that stay with a client", f"{wanted['memory']:,} B"):
@@ -92,12 +95,15 @@ def test_a_plan_counts_the_rules_of_an_address(tmp_path: Path) -> None:
     adapter = MemoryConfig(layers="20-29", rank=16, window=64, sinks=4, address="18.2", mix="add")
     settings = needle_config(tmp_path, base=LanguageConfig(model=smollm2_sizes(tmp_path)), adapter=adapter)
     planned = plan(settings)
-    assert planned.layout[:2] == [("address.centre", [64]), ("address.taps", [4])]
+    assert planned.layout[:2] == [("address.centre", [1, 64]), ("address.taps", [1, 4])]
     assert not any(".q." in name or ".k." in name for name, _ in planned.layout)
     layer = 16 * 576 + 192 * 16 + 3 * 577 + 9  # corrections of values, write strengths, gates
     assert planned.trainable_parameters == planned.adapted_parameters == 64 + 4 + 10 * layer
     assert planned.stream_bytes["memory"] == 10 * 3 * 64 * 64 * 4 + 4 * 64 * 4
-    for address in ("30.0", "18.3", "21.0"):
+    two = plan(dataclasses.replace(settings, adapter=dataclasses.replace(adapter, address="17.1,18.2", bind=True)))
+    assert two.layout[:2] == [("address.centre", [2, 64]), ("address.taps", [2, 4])]
+    assert two.stream_bytes["memory"] == 10 * 3 * 64 * 64 * 4 + 4 * 3 * 64 * 4  # two keys and signs of four tokens
+    for address in ("30.0", "18.3", "21.0", "18.1,18.2"):
         with pytest.raises(ConfigError) as caught:
             plan(dataclasses.replace(settings, adapter=dataclasses.replace(adapter, address=address)))
         assert caught.value.where == "adapter.address"
@@ -107,7 +113,7 @@ def test_an_address_is_given_as_a_flag(tmp_path: Path, capsys: pytest.CaptureFix
     """It looks like a number, and is none."""
     flags = ["--base.model", smollm2_sizes(tmp_path), "--adapter.address", "16.2", "--adapter.mix", "add", "--json"]
     assert main(["plan", "needle-smollm2", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"][0] == ["address.centre", [64]]
+    assert json.loads(capsys.readouterr().out)["layout"][0] == ["address.centre", [1, 64]]
 
 
 @pytest.mark.parametrize(("address", "first"), [("own", 2), ("2.0", 2), ("1.1", 1), ("0.0", 0)])
@@ -122,8 +128,8 @@ def test_the_presets_fit_the_model_they_name(name: str, tmp_path: Path) -> None:
     assert settings.method == "fednl"
     planned = plan(dataclasses.replace(settings, base=LanguageConfig(model=smollm2_sizes(tmp_path))))
     assert planned.model_parameters == 134_515_008
-    assert planned.payload_bytes_up == 224_720
-    assert planned.stream_bytes == {"window": 1_566_720, "memory": 197_632}
+    assert planned.payload_bytes_up == 224_992
+    assert planned.stream_bytes == {"window": 1_566_720, "memory": 199_680}
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS[:1] + ADAPTERS[3:], ids=lambda a: a.kind)
@@ -283,13 +289,17 @@ def test_cat_020_what_changes_no_token_changes_no_digest(tmp_path: Path) -> None
     assert tokenizer_digest(tokenizer) != digest
 
 
-def test_cat_020_a_tokenizer_in_python_counts_by_its_vocabulary() -> None:
+def test_cat_020_a_tokenizer_in_python_counts_by_its_vocabulary_and_what_it_makes_of_text() -> None:
     class Slow:
-        def __init__(self, *words: str) -> None:
-            self.words = words
+        def __init__(self, *words: str, lower: bool = False) -> None:
+            self.words, self.lower = words, lower
 
         def get_vocab(self) -> dict[str, int]:
             return {word: number for number, word in enumerate(self.words)}
 
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [self.words.index(x) for x in (text.lower() if self.lower else text) if x in self.words]
+
     assert tokenizer_digest(Slow("a", "b")) == tokenizer_digest(Slow("a", "b"))
     assert len({tokenizer_digest(slow) for slow in (Slow("a", "b"), Slow("b", "a"), Slow("a"))}) == 3
+    assert tokenizer_digest(Slow("a", "b", lower=True)) != tokenizer_digest(Slow("a", "b"))

@@ -67,11 +67,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256, in hex, of what decides which ids a text becomes: equal weights that are given other ids are of no use.
 
     What is set anew for each call (padding, truncation), or only makes text of ids, does not count. Of a tokenizer that
-    is not one of the library tokenizers, the class and the vocabulary count.
+    is not one of the library tokenizers, the class, the vocabulary and the ids of some English count.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        parts = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+        ids = tokenizer.encode(load_text("python-docs")[:20_000], add_special_tokens=False)
+        parts = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab(), "ids": ids}
     else:
         whole = json.loads(backend.to_str())
         parts = {name: whole.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}

@@ -165,6 +165,47 @@ def test_tokens_must_be_known_to_be_bound_to() -> None:
         model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False)
 
 
+@torch.no_grad()
+def test_tokens_of_a_pass_that_failed_are_not_taken_for_those_of_the_next() -> None:
+    model = tiny_llama()
+    nestling.attach(model, MemoryConfig(seed=7, rank=2, window=4, layers="1-2", address="0.1", bind=True))
+    ids = torch.arange(9)[None]
+
+    def interrupt(module: object, args: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, use_cache=False)
+    hook.remove()
+    with pytest.raises(ConfigError, match="was given embeddings alone"):
+        model(inputs_embeds=model.get_input_embeddings()(ids + 3), use_cache=False)
+
+
+def test_dropout_and_the_random_state_have_no_part_in_a_centre() -> None:
+    def start() -> Tensor:
+        model = tiny_llama()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        adapter = nestling.attach(model.train(), MemoryConfig(seed=7, rank=2, window=4, layers="2", address="2.0"))
+        assert all(module.training for module in model.modules())
+        return adapter.weights()["address.centre"].detach()
+
+    before = torch.get_rng_state()
+    first = start()
+    torch.manual_seed(99)
+    assert torch.equal(start(), first)
+    torch.set_rng_state(before)
+
+
+def test_a_model_that_grew_is_refused() -> None:
+    model = tiny_llama()
+    nestling.attach(model, MemoryConfig(seed=7, rank=2, window=4, layers="2", address="2.0", bind=True))
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    with pytest.raises(ConfigError, match="more tokens than when the adapter was put on"):
+        model(torch.arange(9)[None], use_cache=False)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

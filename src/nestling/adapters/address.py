@@ -146,11 +146,15 @@ def first_centres(model: nn.Module, heads: tuple[AddressHead, ...], seed: int) -
 
     drawn = Stream(seed, "memory", "address.centre").integers(CENTRED_ON, shape.vocab_size)
     hooks, every = [keep(head.layer) for head in heads], body.layers
+    training = [module for module in body.modules() if module.training]  # without dropout, whatever the model is at
+    body.eval()
     body.layers = every[: heads[-1].layer + 1]  # type: ignore[index]
     try:
         body(torch.from_numpy(drawn)[None].to(device), use_cache=False)
     finally:
         body.layers = every
+        for module in training:
+            module.training = True
         for hook in hooks:
             hook.remove()
     keys = torch.stack([kept[head.layer].reshape(CENTRED_ON, groups, -1)[_AS_SINKS:, head.head] for head in heads])

@@ -195,6 +195,12 @@ class _Regenerate(AdapterHook):
 
     def __call__(self, body: nn.Module, args: object) -> None:
         adapter = self.adapter
+        if adapter._signs is not None and body.get_input_embeddings().weight.shape[0] > len(adapter._signs):  # type: ignore[operator]
+            raise ConfigError(
+                "has more tokens than when the adapter was put on",
+                where="model",
+                remedy="Resize its embeddings first, then attach.",
+            )
         adapter._rules = adapter.weights()
         adapter._drops_window = bool(adapter.config.window_dropout) and body.training and torch.is_grad_enabled()
         adapter._passes += adapter._drops_window

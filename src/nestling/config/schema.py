@@ -310,12 +310,13 @@ class RunConfig:
                     where=where,
                     remedy=f'Set {where} = "{wanted}".',
                 )
-        if self.privacy.noise and self.server.stragglers:
-            raise ConfigError(
-                "does not go with privacy.noise: whether one client replies would decide whose reply is left out",
-                where="server.stragglers",
-                remedy="Set server.stragglers = 0; server.deadline cuts off each client by itself.",
-            )
+        for where in ("deadline", "stragglers"):
+            if self.privacy.noise and getattr(self.server, where):
+                raise ConfigError(
+                    "does not go with privacy.noise: whether one client takes part would decide whose replies are late",
+                    where=f"server.{where}",
+                    remedy=f"Set server.{where} = 0.",
+                )
         if self.privacy.sampling == "poisson":
             self._can_be_sampled()
 

@@ -6,6 +6,9 @@ from typing import Literal
 from nestling.config.checks import at_least, is_count, is_one_of
 from nestling.core.errors import ConfigError
 
+LONGEST_DEADLINE = 1e7
+"""Seconds, four months: beyond some such number no clock can wait."""
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -49,6 +52,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         is_count("server.clients_per_round", self.clients_per_round, 0)
         at_least("server.deadline", self.deadline, 0)
+        if self.deadline > LONGEST_DEADLINE:
+            raise ConfigError(
+                f"{self.deadline:g} s is not allowed",
+                where="server.deadline",
+                remedy=f"Give at most {LONGEST_DEADLINE:,.0f} s, or 0 for none.",
+            )
         is_count("server.stragglers", self.stragglers, 0)
         is_one_of("server.weighting", self.weighting, ("examples", "uniform"))
         is_count("server.min_replies", self.min_replies, 1)

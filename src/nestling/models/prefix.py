@@ -78,11 +78,16 @@ class Prefix:
         return self._upper(model, ids, hidden, keep, **reading)
 
     def _upper(self, model: nn.Module, ids: Tensor, hidden: Tensor, keep: int, **reading: Any) -> Tensor:
-        if (reader := reader_of(model)) is not None:
-            reader.ids = ids
-        with _layers(model, self.first, None):
-            logits: Tensor = model(inputs_embeds=hidden, logits_to_keep=keep, **reading).logits
-        return logits
+        reader = reader_of(model)
+        if reader is not None:
+            reader.embedded = ids
+        try:
+            with _layers(model, self.first, None):
+                logits: Tensor = model(inputs_embeds=hidden, logits_to_keep=keep, **reading).logits
+            return logits
+        finally:
+            if reader is not None:
+                reader.embedded = None
 
     def _full(self) -> bool:
         return self.held >= self.limit

@@ -88,7 +88,9 @@ class Reader:
         self.stream: StreamCache | None = None
         self.rows: Rows | None = None
         self.ids: Tensor | None = None
-        """The tokens of the pass. Set before a pass that is given embeddings, if it is known which tokens they are."""
+        """The tokens of the pass."""
+        self.embedded: Tensor | None = None
+        """Of which tokens the embeddings are that the next pass is given, where that is known; for that pass alone."""
         self._own = body.config
         self.config = copy.copy(self._own)  # another model may share the original, and goes on attending as it did
         self.config._attn_implementation = _register(WINDOWED if window else FULL, self._own._attn_implementation)
@@ -256,8 +258,7 @@ class _Begin:
             kwargs["position_ids"] = positions(given, rows, stream)
         if stream is not None:
             stream.reading = True
-        if kwargs.get("input_ids") is not None:
-            reader.ids = kwargs["input_ids"]
+        reader.ids = reader.embedded if kwargs.get("input_ids") is None else kwargs["input_ids"]
         reader.stream, reader.rows = stream, rows
         return (), kwargs
 
