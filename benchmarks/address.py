@@ -6,6 +6,7 @@ For every key head of every layer: the address of the question (tokens up to the
 addresses of the four values of the same text (tokens before each), two tokens to an address, as before training.
 
 right    share of items in which the asked value's address is the nearest, chance 25 %
+margin   how much nearer, cosine, than the nearest other, on average
 alike    cosine of two values' addresses, on average: a delta rule overwrites what lies near
 kept     share of items in which a delta rule that is given the four values one after another returns the asked one
 
@@ -26,7 +27,7 @@ from cells import origin
 from torch import Tensor
 
 from nestling.adapters.address import AddressHead, first_centres
-from nestling.adapters.memory import head_sizes
+from nestling.adapters.rules import head_sizes
 from nestling.models.language import load_language_model
 from nestling.models.window import use_window
 from nestling.tasks.needle import TEMPLATES, Item
@@ -75,11 +76,8 @@ def judged(items: list[Item], asked: Tensor, written: Tensor, heads: tuple[Addre
     """What addresses made of these heads are worth."""
     q = product([asked[:, head.layer, head.head] for head in heads])
     k = product([written[:, :, head.layer, head.head] for head in heads])
-    near, rows, right = (
-        torch.einsum("id,icd->ic", q, k),
-        torch.arange(len(items)),
-        torch.tensor([i.right for i in items]),
-    )
+    near, rows = torch.einsum("id,icd->ic", q, k), torch.arange(len(items))
+    right = torch.tensor([item.right for item in items])
     wanted = near[rows, right]
     others = near.clone()
     others[rows, right] = -torch.inf

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from nestling.build import resolve, run_id
 from nestling.config.schema import RunConfig
 from nestling.runs.files import LineFile, read_lines
@@ -84,3 +86,11 @@ def program() -> str:
 def origin(command: str) -> dict[str, str]:
     """Where numbers come from, for the head of a results file."""
     return {"command": command, "python": platform.python_version(), "machine": platform.machine()}
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """As path.svg and path.png; the same picture is the same file."""
+    for ending in ("svg", "png"):
+        undated = {"Date": None} if ending == "svg" else {}
+        figure.savefig(path.with_suffix(f".{ending}"), dpi=150, metadata=undated)
+    print(f"{path}.png")

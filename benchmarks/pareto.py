@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from cells import Cells, Overrides, origin, with_settings
+from cells import Cells, Overrides, origin, save_figure, with_settings
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -220,10 +220,7 @@ def draw(rows: list[Row], references: list[Row]) -> None:
                               textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
         axes.grid(axis="y", linewidth=0.3)
         figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-        for ending in ("svg", "png"):
-            undated = {"Date": None} if ending == "svg" else {}  # the same picture is the same file
-            figure.savefig(FIGURE.with_suffix(f".{ending}"), dpi=150, metadata=undated)
-    print(f"{FIGURE}.png")
+        save_figure(figure, FIGURE)
 
 
 if __name__ == "__main__":

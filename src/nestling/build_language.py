@@ -84,7 +84,7 @@ def _prefix(config: RunConfig, model: Any) -> Any:
     adapter = config.adapter
     if not isinstance(adapter, MemoryConfig | LoraConfig) or not adapter.window:
         return None
-    from nestling.adapters.memory import first_layer  # needs transformers
+    from nestling.adapters.rules import first_layer  # needs transformers
     from nestling.models.prefix import Prefix
 
     if isinstance(adapter, MemoryConfig):
@@ -137,7 +137,7 @@ def count_language(config: RunConfig) -> LanguageCount:
 
 
 def _count_memory(adapter: MemoryConfig, shape: Any, weights: int, *, bytes_per_number: int) -> LanguageCount:
-    from nestling.adapters.memory import memory_layout, state_bytes  # needs transformers
+    from nestling.adapters.rules import memory_layout, state_bytes  # needs transformers
 
     layout, local = memory_layout(adapter, shape)
     shared_rules, local_rules = memory_layout(replace(adapter, dim=0), shape)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import nestling
 from nestling.adapters.address import token_signs
 from nestling.adapters.base import averaging_error
-from nestling.adapters.memory import MemoryAdapter, memory_layout, rule_layouts, state_bytes
+from nestling.adapters.memory import MemoryAdapter
+from nestling.adapters.rules import memory_layout, rule_layouts, state_bytes
 from nestling.config.schema import FullConfig, MemoryConfig
 from nestling.core.errors import ConfigError, ContextError, PrivateStateError, SeedError, WireError
 from nestling.core.seeds import Stream, words

@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 
 from small import tiny_llama
 
-from nestling.adapters.memory import MemoryAdapter, first_layer
+from nestling.adapters.memory import MemoryAdapter
+from nestling.adapters.rules import first_layer
 from nestling.config.schema import MemoryConfig
 from nestling.inference.cache import new_cache
 from nestling.models.prefix import Prefix

@@ -43,7 +43,7 @@ CENTRED_ON = 64
 """Random tokens that the first centre is the mean of, the first few of them left out."""
 _AS_SINKS = 4
 _STEPS = 2.0**12
-"""Centres begin at multiples of 1/_STEPS, so that machines which add in another order begin alike."""
+"""Centres begin at multiples of 1/_STEPS: a machine that adds in another order hardly ever begins elsewhere."""
 
 
 @dataclass(frozen=True)

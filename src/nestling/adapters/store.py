@@ -138,7 +138,7 @@ def _check_size(config: AdapterConfig, model: nn.Module, path: Path) -> None:
 
         asked = lora_layout(config, model).size
     if isinstance(config, MemoryConfig):
-        from nestling.adapters.memory import memory_layout
+        from nestling.adapters.rules import memory_layout
 
         shared, local = memory_layout(config, _shape(model))
         asked = shared.size + local.size  # the latter is never in a file
