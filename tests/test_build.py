@@ -25,6 +25,7 @@ from nestling.config.schema import (
     LoraConfig,
     MappingConfig,
     RunConfig,
+    deciding,
 )
 from nestling.core.errors import ConfigError, ContextError, NestlingError
 from nestling.core.types import Engine
@@ -175,6 +176,7 @@ def test_a_run_is_named_by_what_decides_its_result_alone(tmp_path: Path) -> None
     same = [
         dataclasses.replace(plain, name="other"),
         dataclasses.replace(plain, machine=dataclasses.replace(plain.machine, workers=2, out="elsewhere")),
+        dataclasses.replace(plain, base=dataclasses.replace(plain.base, path="elsewhere")),
     ]
     assert {run_id(c) for c in same} == {run_id(plain)}
     others = [
@@ -184,8 +186,18 @@ def test_a_run_is_named_by_what_decides_its_result_alone(tmp_path: Path) -> None
         dataclasses.replace(plain, codec=CodecConfig(bits=8)),
         dataclasses.replace(plain, adapter=LatentConfig(dim=5)),
         dataclasses.replace(plain, adapter=FullConfig()),
+        dataclasses.replace(plain, task=dataclasses.replace(plain.task, augment="crop-flip")),
     ]
-    assert len({run_id(c) for c in [plain, *others]}) == 7
+    assert len({run_id(c) for c in [plain, *others]}) == 8
+
+
+def test_a_setting_that_came_later_leaves_older_runs_their_names() -> None:
+    """Rotations and rounding are drawn from the name: another one would be other bits."""
+    settings = parse_config('name = "pinned"\ntask = {data = "cifar10"}\nbase.pretrain_on = "none"')
+    assert "augment" not in deciding(settings)["task"]
+    assert run_id(settings) == "8f5d411f44cdd1b03837dee1a499fcd6"
+    moved = dataclasses.replace(settings, task=dataclasses.replace(settings.task, augment="crop-flip"))
+    assert deciding(moved)["task"]["augment"] == "crop-flip"
 
 
 # Workers.

@@ -59,6 +59,66 @@ def test_new_copies_a_preset_with_its_comments(name: str, tmp_path: Path, capsys
     assert len(re.findall(r"#.*\w", path.read_text("utf-8"))) >= 20
 
 
+STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
+
+
+def convolutions(model: str) -> list[tuple[int, int]]:
+    """(weights, channels out) of each convolution of the paper's networks on colour images: a 3×3 stem of 64 channels,
+    pairs of 3×3, and a 1×1 where a stage changes the channels."""
+    found, wide = [(3 * 64 * 9, 64)], 64
+    for stage, blocks in enumerate(STAGES[model]):
+        out = 64 << stage
+        found += [(wide * out, out)] * (stage > 0)
+        found += [(9 * wide * out, out), *[(9 * out * out, out)] * (2 * blocks - 1)]
+        wide = out
+    return found
+
+
+FLITE = [
+    ("flite-cifar10-resnet18", "resnet18", 10, 1280),
+    ("flite-cifar100-resnet18", "resnet18", 100, 1280),
+    ("flite-tiny-imagenet-resnet34", "resnet34", 200, 2304),
+]
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "iid"])
+@pytest.mark.parametrize(("name", "model", "classes", "latents"), FLITE)
+def test_the_papers_benchmarks_send_the_papers_bytes(name, model, classes, latents, partition) -> None:
+    config = load_config(name)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, partition=partition))
+    sizes = [size for size, _ in convolutions(model)]
+    assert (len(sizes), sum(sizes)) == {"resnet18": (20, 11_159_232), "resnet34": (36, 21_259_968)}[model]
+    assert latents == 64 * len(sizes)
+    assert (config.base.model, config.base.width, config.base.head) == (model, 64, "orthonormal")
+    assert (config.task.clients, config.server.clients_per_round) == (8, 0)
+    planned = plan(config)
+    assert planned.trainable_parameters == latents
+    assert planned.payload_bytes_up == planned.payload_bytes_down == 4 * latents
+    assert (planned.adapted_parameters, planned.full_payload_bytes) == (sum(sizes), 4 * sum(sizes))
+    norms = sum(2 * out for _, out in convolutions(model))  # a scale and a shift for each channel
+    assert planned.model_parameters == sum(sizes) + 512 * classes + norms
+    assert planned.payload_factor == {1280: 8718, 2304: 9227}[latents] == round(sum(sizes) / latents)
+    assert planned.total_wire_bytes == config.rounds * 8 * 2 * (4 * latents + 64)
+    for bits, payload in ((8, latents + 8), (4, latents // 2 + 8)):
+        few = dataclasses.replace(config, codec=dataclasses.replace(config.codec, bits=bits))
+        assert plan(few).payload_bytes_up == payload
+    assert {1280: (1288, 648), 2304: (2312, 1160)}[latents] == (latents + 8, latents // 2 + 8)
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in FLITE])
+def test_the_papers_benchmarks_say_what_is_the_papers_and_what_is_ours(name) -> None:
+    head = preset_text(name).split("name =")[0]
+    for words in (
+        "Of the paper",
+        'partition = "iid"',
+        "Dirichlet shares with alpha = 0.1",
+        "are ours",
+        "BENCHMARKS.md",
+    ):
+        assert words in head.replace("\n# ", " ")
+    assert (load_config(name).task.partition, load_config(name).task.alpha) == ("dirichlet", 0.1)
+
+
 def test_flite_and_fedavg_on_digits_differ_in_method_alone() -> None:
     flite, fedavg = load_config("flite-digits"), load_config("fedavg-digits")
     assert (flite.method, fedavg.method) == ("flite", "fedavg")

@@ -3,7 +3,6 @@
 The command line does nothing else; a notebook can call it as well.
 """
 
-import dataclasses
 import hashlib
 import json
 import time
@@ -20,7 +19,7 @@ from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
-from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig
+from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig, deciding
 from nestling.core.errors import ConfigError, NestlingError, RunError
 from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
@@ -267,9 +266,10 @@ def settings_digest(config: RunConfig) -> str:
     >>> settings_digest(RunConfig(seed=1, name="a")) == settings_digest(RunConfig(seed=2, name="b"))
     True
     """
-    shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("seed", "name", "machine")}
+    shared = {k: v for k, v in deciding(config).items() if k not in ("seed", "name", "machine")}
     shared["task"].pop("path")
-    shared["base"].pop("weights", None)
+    for name in ("path", "weights"):
+        shared["base"].pop(name, None)
     if shared["adapter"].get("seed") == config.seed:
         shared["adapter"]["seed"] = None
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]

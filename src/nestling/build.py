@@ -30,6 +30,7 @@ from nestling.config.schema import (
     NeedleConfig,
     RunConfig,
     TaskConfig,
+    deciding,
 )
 from nestling.core.errors import ConfigError
 from nestling.core.types import Engine
@@ -41,7 +42,7 @@ from nestling.federation.local import ClientState
 from nestling.federation.server import Server
 from nestling.models.backbones import base_hash
 from nestling.models.copies import working_copy
-from nestling.models.pretrain import make_base
+from nestling.models.pretrain import make_base, trained_base, trains
 from nestling.models.resnet import make_resnet, orthonormal_rows
 from nestling.tasks.data import SHAPES, load_images
 from nestling.tasks.images import ImageTask, make_task
@@ -142,14 +143,47 @@ def _load_images(config: RunConfig, *, note: Callable[[str], object]) -> tuple[n
     channels, _, classes = SHAPES[images.data]
     _check_base_data(images, settings)
     task = make_task(images, seed=config.seed, device=config.machine.device)
-    path = images.path if settings.pretrain_on == images.data else ""
+    data, path = _pretraining_data(images, settings)
+    base = make_base(settings, channels=channels, classes=classes, data=data, source=path, note=note)
+    return base.to(config.machine.device), task
 
-    def pretraining_data() -> tuple:
-        train, _ = load_images(settings.pretrain_on, path)
+
+def pretrain_base(config: RunConfig, *, note: Callable[[str], object] = lambda text: None) -> tuple[nn.Module, str]:
+    """The base that a run of images would begin with, trained on `machine.device` or taken from the cache, and as JSON
+    where it comes from. What `nestling pretrain` writes; the task's own data is not read.
+
+    Raises `ConfigError` if the settings have no base to train, `ContextError` if data is missing or training did not
+    take.
+    """
+    if not isinstance(config.task, TaskConfig):
+        raise ConfigError(
+            "a language model is not trained here", where="base.kind", remedy="Name one under base.model."
+        )
+    images, settings = _image_settings(config)
+    if settings.weights or not trains(settings):
+        raise ConfigError(
+            "leaves nothing to train",
+            where="base.weights" if settings.weights else "base.epochs" if settings.epochs == 0 else "base.pretrain_on",
+            remedy="Give a set under base.pretrain_on, base.epochs of at least 1, and no base.weights.",
+        )
+    check_device(config.machine.device)
+    _check_base_data(images, settings)
+    channels, _, classes = SHAPES[images.data]
+    data, path = _pretraining_data(images, settings)
+    return trained_base(
+        settings, channels=channels, classes=classes, data=data, source=path, device=config.machine.device, note=note
+    )
+
+
+def _pretraining_data(images: TaskConfig, base: BaseConfig) -> tuple[Callable[[], tuple], str]:
+    """What loads the data that the base is trained on, and the folder it lies in; empty: the usual places."""
+    path = base.path or (images.path if base.pretrain_on == images.data else "")
+
+    def load() -> tuple:
+        train, _ = load_images(base.pretrain_on, path)
         return train.x, train.y
 
-    base = make_base(settings, channels=channels, classes=classes, data=pretraining_data, source=path, note=note)
-    return base.to(config.machine.device), task
+    return load, path
 
 
 def _image_settings(config: RunConfig) -> tuple[TaskConfig, BaseConfig]:
@@ -170,7 +204,7 @@ def run_id(config: RunConfig) -> str:
 
     Not of where things lie: the base counts by its hash, which is in every message besides.
     """
-    decides = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("machine", "name", "base")}
+    decides = {k: v for k, v in deciding(config).items() if k not in ("machine", "name", "base")}
     decides["task"].pop("path")
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.build import Parts
-from nestling.config.schema import BaseConfig, RunConfig
+from nestling.config.schema import BaseConfig, RunConfig, deciding
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.federation.loop import Round
 from nestling.federation.reference import References
@@ -25,7 +25,7 @@ from nestling.runs.result import is_row
 
 _REFERENCES = "references.json"
 _LARGEST = 1 << 24
-_MAY_CHANGE = ("machine.out", "machine.workers", "machine.references", "task.path", "base.weights")
+_MAY_CHANGE = ("machine.out", "machine.workers", "machine.references", "task.path", "base.path", "base.weights")
 """Where things lie and how many clients are trained side by side: it changes no result."""
 
 
@@ -113,7 +113,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
     (32, False)
     """
     found: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in deciding(config).items():
         entries = value.items() if isinstance(value, dict) else [("", value)]
         found |= {f"{name}.{key}".rstrip("."): list(v) if isinstance(v, tuple) else v for key, v in entries}
     return {name: value for name, value in found.items() if not name.startswith(_MAY_CHANGE)}

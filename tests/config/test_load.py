@@ -191,14 +191,15 @@ latents = st.integers(1, 10_000).flatmap(
     )
 )  # fmt: skip
 tasks = st.builds(
-    TaskConfig, data=st.sampled_from(["digits", "fashion", "cifar10", "cifar100"]), path=words, clients=counts,
+    TaskConfig, data=st.sampled_from(["fashion", "cifar10", "cifar100", "tiny-imagenet"]), path=words, clients=counts,
     partition=st.sampled_from(["dirichlet", "iid"]), alpha=st.floats(min_value=1e-300, max_value=1e4),
-    evaluate_on=st.sampled_from(["test", "validation"]),
+    evaluate_on=st.sampled_from(["test", "validation"]), augment=st.sampled_from(["none", "crop-flip"]),
 )  # fmt: skip
 bases = st.builds(
     BaseConfig, model=st.sampled_from(["resnet8", "resnet18", "resnet34"]),
-    width=st.integers(1, 512).map(lambda n: 8 * n), weights=words, lr=positive, seed=seeds, augment=st.booleans(),
-    pretrain_on=st.sampled_from(["digits8", "fashion", "cifar10", "none"]), epochs=st.integers(0, 2**32 - 1),
+    width=st.integers(1, 512).map(lambda n: 8 * n), weights=words, path=words, lr=positive, seed=seeds,
+    pretrain_on=st.sampled_from(["digits8", "fashion", "cifar10", "cifar100", "tiny-imagenet", "none"]),
+    augment=st.booleans(), epochs=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 locals_ = st.builds(
     LocalConfig, epochs=counts, batch_size=counts, optimizer=st.sampled_from(["sgd", "adamw"]), lr=positive,

@@ -84,6 +84,11 @@ REFUSED = [
     ('task.data = "mnist"', "task.data"),
     ('task.partition = "Dirichlet"', "task.partition"),
     ('task.evaluate_on = "train"', "task.evaluate_on"),
+    *[(f'task = {{data = "cifar10", augment = {v}}}', "task.augment") for v in ('"crop"', "true", '""')],
+    ('task.augment = "crop-flip"', "task.augment"),  # of digits, which have no mirror images
+    ('task.data = "tiny_imagenet"', "task.data"),
+    ('base.pretrain_on = "digits"', "base.pretrain_on"),
+    ('base.path = "https://host/data"', "base.path"),
     ('base.model = "resnet50"', "base.model"),
     ('base.pretrain_on = ""', "base.pretrain_on"),
     ('local.optimizer = "adam"', "local.optimizer"),

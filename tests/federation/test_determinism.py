@@ -35,6 +35,7 @@ def run(settings: RunConfig, engine=None) -> tuple[list[bytes], str]:
 
 VARIANTS = {
     "flite": {},
+    "flite-augmented": {"task": replace(config("").task, augment="crop-flip")},
     "flite-int4": {"codec": CodecConfig(bits=4, down_bits=8)},
     "fedavg": {"adapter": FullConfig()},
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nestling.core.errors import ConfigError, ContextError, NestlingError, WireError
 from nestling.models import backbones
-from nestling.models.backbones import base_bytes, base_hash, load_base, read_tensors
+from nestling.models.backbones import base_bytes, base_hash, load_base, provenance_of, read_tensors
 
 
 class Holder(nn.Module):
@@ -277,6 +277,20 @@ def test_cat_070_a_header_beyond_the_bound_never_reaches_the_library(
     for name in ("a name twice", "100,000 empty tensors", "a header of 2^63 bytes", "deep nesting"):
         path.write_bytes(HOSTILE[name])
         assert isinstance(refused(path), WireError)
+
+
+def test_a_provenance_travels_in_the_file_and_changes_no_hash(tmp_path: Path) -> None:
+    model, path = model_of(), tmp_path / "base.safetensors"
+    path.write_bytes(base_bytes(model))
+    assert provenance_of(path) == ""
+    said = '{"données": "é", "n": 1}'
+    path.write_bytes(base_bytes(model, said))
+    assert provenance_of(path) == said
+    other = model_of(seed=1)
+    load_base(other, path)
+    assert base_hash(other) == base_hash(model)
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    assert {base_bytes(model, said) for _ in range(20)} == {path.read_bytes()}  # the library alone shuffles its entries
 
 
 def test_cat_071_a_pickle_in_place_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
 """Making a base: learnt or refused, cached, made again when damaged, the same bytes twice."""
 
-from dataclasses import replace
+import hashlib
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestling.config.schema import BaseConfig
 from nestling.core.errors import ContextError, WireError
-from nestling.models.backbones import base_bytes, base_hash
-from nestling.models.pretrain import _scaled, augmented, cache_folder, make_base, pretrain
+from nestling.models.backbones import base_bytes, base_hash, provenance_of
+from nestling.models.pretrain import RECIPE, _scaled, augmented, cache_folder, make_base, pretrain, trained_base
 from nestling.models.resnet import ResNet, make_resnet
 
 CONFIG = BaseConfig(width=8, epochs=24, lr=1e-2, augment=False)
@@ -67,7 +69,7 @@ def test_a_base_is_made_once_and_then_comes_from_the_cache(cache) -> None:
     first = made(data)
     assert data.asked == 1
     [file] = files(cache)
-    assert file.read_bytes() == base_bytes(first)
+    assert file.read_bytes() == base_bytes(first, provenance_of(file))
     assert base_hash(first) != base_hash(drawn())
     second = made(data)
     assert data.asked == 1
@@ -219,6 +221,51 @@ def test_data_from_another_place_makes_another_base(monkeypatch, tmp_path) -> No
         data = Blobs(classes=2, items=120)
         make_base(CONFIG, channels=1, classes=2, data=data, source=source)
     assert len(list((tmp_path / "bases").iterdir())) == 3
+
+
+def test_a_base_says_where_it_comes_from(cache) -> None:
+    config, data = replace(CONFIG, path="/home/ann/images"), Blobs(classes=8)
+    model, first = trained_base(config, channels=1, classes=3, data=data, source="/home/ann/images")
+    said = json.loads(first)
+    assert said["base"]["epochs"] == CONFIG.epochs
+    assert (said["items"], said["classes"], said["trained_classes"], said["channels"]) == (240, 3, 8, 1)
+    assert said["torch"] == torch.__version__
+    assert 0.3 < said["held_out_accuracy"] <= 1
+    assert "/home" not in first
+    again, second = trained_base(config, channels=1, classes=3, data=data, source="/home/ann/images")
+    assert (second, base_hash(again), data.asked) == (first, base_hash(model), 1)
+    x, y = Blobs(classes=8)()
+    x[0, 0, 0, 0] += 1
+    _, other = trained_base(config, channels=1, classes=3, data=lambda: (x, y), source="/elsewhere")
+    assert json.loads(other)["data_sha256"] != said["data_sha256"]
+
+
+def test_a_base_from_before_there_was_a_provenance_is_still_used(cache) -> None:
+    data = Blobs()
+    first = made(data)
+    [file] = files(cache)
+    file.write_bytes(base_bytes(first))
+    model, text = trained_base(CONFIG, channels=1, classes=4, data=data)
+    assert (data.asked, base_hash(model)) == (1, base_hash(first))
+    assert json.loads(text)["base"]["lr"] == CONFIG.lr
+    assert "held_out_accuracy" not in json.loads(text)
+
+
+def test_the_name_of_a_recipe_stays_what_it_was(cache) -> None:
+    """Settings that came later do not make everybody's bases anew."""
+    made(Blobs(classes=2, items=120), CONFIG, 2)
+    old = {name: value for name, value in asdict(CONFIG).items() if name != "path"}
+    recipe = json.dumps([RECIPE, old, "", 1, 2, torch.__version__], sort_keys=True)
+    assert [file.stem for file in files(cache)] == [hashlib.sha256(recipe.encode()).hexdigest()[:32]]
+
+
+def test_large_sets_tell_of_every_epoch(monkeypatch) -> None:
+    told: list[str] = []
+    made_of = Blobs(classes=2, items=11_200)
+    x, y = made_of()
+    narrow = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    pretrain(narrow, x, y, replace(CONFIG, epochs=2), note=told.append)
+    assert told == ["training the base, epoch 1 of 2", "training the base, epoch 2 of 2"]
 
 
 @pytest.fixture

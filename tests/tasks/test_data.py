@@ -243,8 +243,56 @@ def test_the_hub(name, image, label, monkeypatch) -> None:
     assert train.x[1, :, 5, 5].tolist() == [20, 20, 20]
     assert train.y.tolist() == [3, 4]
     assert test.x.shape == (1, 3, 32, 32)
-    load_images(name, "/a/copy")
-    assert asked == [f"uoft-cs/{name}", "/a/copy"]
+    assert asked == [f"uoft-cs/{name}"]
+
+
+def test_tiny_imagenet_on_the_hub_is_judged_on_its_validation_split(monkeypatch) -> None:
+    def load(source: str) -> dict[str, dict[str, Any]]:
+        assert source == "zh-plus/tiny-imagenet"
+        grey = Image.new("L", (64, 64), 9)
+        return {"train": {"image": [grey], "label": [199]}, "valid": {"image": [grey, grey], "label": [0, 1]}}
+
+    hub(monkeypatch, load)
+    train, test = load_images("tiny-imagenet")
+    assert test is not None
+    assert (train.x.shape, test.x.shape) == ((1, 3, 64, 64), (2, 3, 64, 64))
+    assert np.unique(train.x).tolist() == [9]
+    assert test.y.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ({"img": [picture(1)], "label": [10]}, "has a label that is not one of 10"),
+        ({"img": [picture(1)], "label": [-1]}, "has a label that is not one of 10"),
+        ({"img": [picture(1).resize((28, 28))], "label": [1]}, "item 0: is 28×28, not 32×32"),
+    ],
+)
+def test_a_damaged_set_on_the_hub_is_refused(part, wanted, monkeypatch) -> None:
+    hub(monkeypatch, lambda source: {"train": part, "test": part})
+    with pytest.raises(WireError, match=wanted):
+        load_images("cifar10")
+
+
+@pytest.mark.parametrize(
+    ("name", "archive", "wanted"),
+    [
+        ("cifar10", "cifar-10-binary.tar.gz", r"train-\*\.parquet, test-\*\.parquet\) nor data_batch_1\.bin"),
+        ("cifar100", "cifar-100-binary.tar.gz", r"train-\*\.parquet, test-\*\.parquet\) nor train\.bin"),
+        ("tiny-imagenet", "tiny-imagenet-200.zip", r"train-\*\.parquet, valid-\*\.parquet\) nor tiny-imagenet-200"),
+    ],
+)
+def test_a_folder_with_nothing_known_in_it_says_what_was_looked_for(
+    name, archive, wanted, monkeypatch, tmp_path
+) -> None:
+    hub(monkeypatch, lambda source: pytest.fail("a folder was asked for, not the hub"))
+    for folder in (tmp_path, tmp_path / "nowhere", Path("x" * 5000)):
+        with pytest.raises(ContextError, match=wanted + r".*Set task\.path") as caught:
+            load_images(name, str(folder))
+        assert caught.value.exit_code == 3
+    (tmp_path / archive).write_bytes(b"")
+    with pytest.raises(ContextError, match=rf"Unpack {archive}"):
+        load_images(name, str(tmp_path))
 
 
 def test_fashion_comes_from_the_hub_where_it_is_not_on_disk(monkeypatch, tmp_path) -> None:

@@ -13,6 +13,7 @@ from nestling.config.schema import TaskConfig
 from nestling.core.errors import ConfigError
 from nestling.models.pretrain import _scaled
 from nestling.tasks import images
+from nestling.tasks.augment import crop_flip, draws
 from nestling.tasks.data import Images
 from nestling.tasks.images import ImageTask, Score, make_task
 
@@ -191,3 +192,49 @@ def test_the_digits_as_they_are() -> None:
     task = make_task(TaskConfig(data="digits", clients=8), seed=0)
     assert (len(task), task.held_out_items, task.classes) == (3500, 1000, 10)
     assert make_task(TaskConfig(evaluate_on="validation"), seed=0).held_out_items == 500
+
+
+def coloured(count: int) -> Images:
+    x = np.random.default_rng(0).integers(1, 256, (count, 3, 12, 12), dtype=np.uint8)
+    return Images(x, np.arange(count) % 10)
+
+
+def augmented(augment: bool) -> ImageTask:
+    shares = [np.arange(40), np.arange(40, 100)]
+    return ImageTask(coloured(100), coloured(30), shares, classes=10, device="cpu", augment=augment)
+
+
+@pytest.mark.parametrize("client", [0, 1, None])
+def test_augmented_batches_are_the_plain_ones_moved(client) -> None:
+    """Items, labels and order stay, whatever the size of a batch; the pixels are those of the definition."""
+    plain = list(augmented(False).batches(client, size=200, seed=3, epoch=1))
+    drawn = draws(len(plain[0][1]), seed=3, client=client, epoch=1)
+    wanted = crop_flip((plain[0][0] * 255).round().byte().numpy(), drawn)
+    for size in (1, 7, 200):
+        batches = list(augmented(True).batches(client, size=size, seed=3, epoch=1))
+        assert torch.cat([y for _, y in batches]).tolist() == plain[0][1].tolist()
+        assert torch.equal(torch.cat([x for x, _ in batches]), _scaled(wanted))
+    assert not np.array_equal(wanted, (plain[0][0] * 255).round().byte().numpy())
+
+
+def test_items_are_moved_otherwise_in_each_epoch_and_stay_as_they_are() -> None:
+    task = augmented(True)
+    before = task.digest
+    epochs = [torch.cat([x for x, _ in task.batches(0, size=16, seed=0, epoch=epoch)]) for epoch in (0, 1, 0)]
+    assert torch.equal(epochs[0], epochs[2])
+    assert {image.numpy().tobytes() for image in epochs[0]} != {image.numpy().tobytes() for image in epochs[1]}
+    assert task.digest == before == augmented(False).digest
+
+
+def test_what_is_judged_is_never_moved() -> None:
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.equal(x, _scaled(coloured(30).x))
+            return torch.zeros(len(x), 10)
+
+    augmented(True).evaluate(Keep())
+
+
+def test_the_setting_reaches_the_task(own_test) -> None:
+    assert make_task(TaskConfig(data="cifar10", augment="crop-flip"), seed=0).augment
+    assert not make_task(TaskConfig(data="cifar10"), seed=0).augment

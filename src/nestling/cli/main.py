@@ -23,6 +23,7 @@ Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundre
 
   new PRESET [FILE]             copy a preset to a file, every setting commented (no name: list the presets)
   plan CONFIG [SETTINGS]        what would be trained and sent; reads no data, trains nothing
+  pretrain CONFIG [SETTINGS]    train the base that CONFIG asks for, once, and write it to --out
   run CONFIG [SETTINGS]         run the federation and write its folder
   resume RUN                    go on with a run that was interrupted or killed, to the same bits
   demo                          frozen base, local only, FLITE, FedAvg and centralised, side by side
@@ -45,6 +46,7 @@ usable replies, 8 the disk is full, 130 interrupted, 143 terminated
 COMMANDS = {
     "new": "nestling.cli.show:new",
     "plan": "nestling.cli.show:show_plan",
+    "pretrain": "nestling.cli.pretrain:pretrain",
     "run": "nestling.cli.run:run",
     "resume": "nestling.cli.run:resume",
     "demo": "nestling.cli.demo:demo",

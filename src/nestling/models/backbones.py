@@ -25,6 +25,7 @@ MAX_FILE = 64 << 30
 MAX_HEADER = 1 << 20
 """Ten thousand tensors; the library takes a second and 100 MB for the header of 100,000 empty ones."""
 HASH_KEY = "nestling_base_hash"
+PROVENANCE_KEY = "nestling_provenance"
 SETTINGS = (
     "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
     "rope_parameters", "partial_rotary_factor", "sliding_window", "layer_types", "query_pre_attn_scalar",
@@ -80,10 +81,30 @@ def hash_of_state(state: Mapping[str, Any], settings: Mapping[str, Any] | None =
     return digest.hexdigest()
 
 
-def base_bytes(model: nn.Module) -> bytes:
-    """The model's tensors as the content of a safetensors file, their hash in its metadata."""
+def base_bytes(model: nn.Module, provenance: str = "") -> bytes:
+    """The model's tensors as the content of a safetensors file; in its metadata their hash and, if there is one, a text
+    that says where they come from. The same model and text give the same bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    return save(tensors, metadata={HASH_KEY: hash_of_state(tensors)})
+    metadata = {HASH_KEY: hash_of_state(tensors)}
+    if not provenance:
+        return save(tensors, metadata=metadata)
+    return _metadata_in_order(save(tensors, metadata=metadata | {PROVENANCE_KEY: provenance}))
+
+
+def _metadata_in_order(file: bytes) -> bytes:
+    """The library writes several entries of metadata in an order that differs from one process to the next."""
+    length = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[8 + length :]
+
+
+def provenance_of(path: Path) -> str:
+    """What a base's file says of where its weights come from; empty if it says nothing. The file is one that
+    `load_base` has read."""
+    return _metadata(path).get(PROVENANCE_KEY, "")
 
 
 def load_base(model: nn.Module, path: Path) -> None:

@@ -23,7 +23,7 @@ from nestling.config.schema import BaseConfig
 from nestling.core.errors import ContextError, NestlingError
 from nestling.core.files import cache_folder, make_folder, write_atomic
 from nestling.core.seeds import Stream
-from nestling.models.backbones import base_bytes, load_base
+from nestling.models.backbones import base_bytes, load_base, provenance_of
 from nestling.models.resnet import ResNet, make_resnet
 
 RECIPE = 3
@@ -51,34 +51,69 @@ def make_base(
 
     Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
     """
+    if config.weights or not trains(config):
+        model = _make(config, channels=channels, classes=classes)
+        if config.weights:
+            load_base(model, Path(config.weights))
+        return model
+    return trained_base(config, channels=channels, classes=classes, data=data, source=source, note=note)[0]
+
+
+def trains(config: BaseConfig) -> bool:
+    """Whether a base without given weights is trained at all, rather than random."""
+    return config.pretrain_on != "none" and config.epochs > 0
+
+
+def trained_base(
+    config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "", device: str = "cpu",
+    note: Note = _silence,
+) -> tuple[ResNet, str]:  # fmt: skip
+    """The base that `config` asks for, on the CPU, and as JSON where it comes from: settings, data and held-out
+    accuracy; that text says less if an earlier version made the base, and never where files lie.
+
+    `device` is where it is trained; on a GPU the bytes are not the same twice. Other arguments and errors as
+    `make_base`.
+    """
     model = _make(config, channels=channels, classes=classes)
-    if config.weights:
-        load_base(model, Path(config.weights))
-        return model
-    if config.pretrain_on == "none" or config.epochs == 0:
-        return model
-    recipe = json.dumps([RECIPE, asdict(config), source, channels, classes, torch.__version__], sort_keys=True)
-    path = cache_folder() / "bases" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.safetensors"
+    # Where its data lies is `source`; a recipe from before there was `base.path` keeps its name.
+    settings = {name: value for name, value in asdict(config).items() if name != "path"}
+    recipe = [RECIPE, settings, source, channels, classes, torch.__version__, *([device] if device != "cpu" else [])]
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
+    path = cache_folder() / "bases" / f"{digest}.safetensors"
+    said: dict[str, object] = {
+        "recipe": RECIPE, "channels": channels, "classes": classes, "torch": torch.__version__, "device": device,
+        "base": {name: value for name, value in settings.items() if name != "weights"},
+    }  # fmt: skip
     if isfile(path):
         try:
             load_base(model, path)
-            return model
+            return model, provenance_of(path) or json.dumps(said, sort_keys=True)
         except NestlingError:
             path.unlink(missing_ok=True)  # damaged: made again below
     x, y = data()
-    if int(y.max()) + 1 > classes:
-        # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
-        other = _make(config, channels=channels, classes=int(y.max()) + 1)
-        pretrain(other, x, y, config, note=note)
+    own_classes = int(y.max()) + 1
+    # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
+    other = _make(config, channels=channels, classes=own_classes) if own_classes > classes else model
+    accuracy = pretrain(other.to(device), x, y, config, note=note)
+    other.cpu()
+    if other is not model:
         head = model.head.weight.detach().clone()
         model.load_state_dict({**other.state_dict(), "head.weight": head})
-    else:
-        pretrain(model, x, y, config, note=note)
+    said |= {"items": len(y), "data_sha256": _digest(x, y), "trained_classes": own_classes}
+    provenance = json.dumps(said | {"held_out_accuracy": round(accuracy, 4)}, sort_keys=True)
     try:
-        write_atomic(make_folder(path.parent) / path.name, base_bytes(model))
+        write_atomic(make_folder(path.parent) / path.name, base_bytes(model, provenance))
     except NestlingError as error:  # the cache is a convenience: the run goes on with what it has
         warnings.warn(f"the base is not kept for the next run: {error}", stacklevel=2)
-    return model
+    return model, provenance
+
+
+def _digest(x: np.ndarray, y: np.ndarray) -> str:
+    """Of images and labels, whatever files they were in."""
+    found = hashlib.sha256(f"{x.dtype}{x.shape}{y.dtype}".encode())
+    for part in (x, y):
+        found.update(np.ascontiguousarray(part).data)
+    return found.hexdigest()
 
 
 def _make(config: BaseConfig, *, channels: int, classes: int) -> ResNet:
@@ -88,7 +123,7 @@ def _make(config: BaseConfig, *, channels: int, classes: int) -> ResNet:
 
 
 def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, *, note: Note = _silence) -> float:
-    """Train `model` in place with AdamW and a cosine schedule; returns accuracy on a held-out tenth.
+    """Train `model` in place, where it lies, with AdamW and a cosine schedule; returns accuracy on a held-out tenth.
 
     Args:
         x: uint8 images [n, c, h, w].
@@ -113,10 +148,11 @@ def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * (1 + cos(pi * step / steps)) / 2
     )
-    generator = torch.Generator().manual_seed(config.seed)
+    generator, device = torch.Generator().manual_seed(config.seed), parameters[0].device
+    every = 10 if len(own) < 10_000 else 1  # large sets take minutes or hours an epoch
     model.train()
     for epoch in range(config.epochs):
-        if epoch % 10 == 0:
+        if epoch % every == 0:
             note(f"training the base, epoch {epoch + 1} of {config.epochs}")
         shuffled = own[Stream(config.seed, "pretrain", f"epoch/{epoch}").permutation(len(own))]
         for start in range(0, len(own), BATCH):
@@ -124,14 +160,15 @@ def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig
             images = _scaled(x[items])
             if config.augment:
                 images = augmented(images, generator)
-            loss = F.cross_entropy(model(images), torch.from_numpy(y[items]))
+            loss = F.cross_entropy(model(images.to(device)), torch.from_numpy(y[items]).to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             schedule.step()
     model.eval()
     with torch.no_grad():
-        guesses = torch.cat([model(_scaled(x[held_out[i : i + 256]])).argmax(1) for i in range(0, len(held_out), 256)])
+        parts = (_scaled(x[held_out[i : i + 256]]).to(device) for i in range(0, len(held_out), 256))
+        guesses = torch.cat([model(part).argmax(1).cpu() for part in parts])
     accuracy = float((guesses == torch.from_numpy(y[held_out])).double().mean())
     chance = 1 / (int(y.max()) + 1)
     if accuracy < min(2 * chance, (1 + chance) / 2):

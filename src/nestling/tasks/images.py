@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nestling.config.schema import TaskConfig
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import Stream
+from nestling.tasks.augment import crop_flip, draws
 from nestling.tasks.data import SHAPES, Images, load_images
 from nestling.tasks.partition import dirichlet_shares, iid_shares
 
@@ -36,11 +37,15 @@ class Score:
 class ImageTask:
     """Clients' training images and a held-out set. Raises `ConfigError` if there are more clients than items.
 
-    `client=None` stands for all clients' items pooled, for the centralised reference.
+    `client=None` stands for all clients' items pooled, for the centralised reference. With `augment` the images that
+    are trained on are moved and mirrored at random; those held out never are.
     """
 
-    def __init__(self, train: Images, held_out: Images, shares: list[np.ndarray], *, classes: int, device: str) -> None:
-        self.classes, self.device = classes, torch.device(device)
+    def __init__(
+        self, train: Images, held_out: Images, shares: list[np.ndarray], *, classes: int, device: str,
+        augment: bool = False,
+    ) -> None:  # fmt: skip
+        self.classes, self.device, self.augment = classes, torch.device(device), augment
         self._train, self._held_out = train, held_out
         self._shares = shares
 
@@ -53,12 +58,16 @@ class ImageTask:
         return len(self._train) if client is None else len(self._shares[client])
 
     def batches(self, client: int | None, *, size: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches of at most `size`, each item once; the last one may be smaller. The order depends only on
-        (seed, client, epoch)."""
+        """Shuffled batches of at most `size`, each item once; the last one may be smaller. The order, and what
+        augmentation makes of each item, depend only on (seed, client, epoch)."""
         own = np.arange(len(self._train)) if client is None else self._shares[client]
         order = own[Stream(seed, "batches", f"{client}/{epoch}").permutation(len(own))]
+        drawn = draws(len(order), seed=seed, client=client, epoch=epoch) if self.augment else None
         for start in range(0, len(order), size):
-            yield self._to_device(self._train.take(order[start : start + size]))
+            part = self._train.take(order[start : start + size])
+            if drawn is not None:
+                part = Images(crop_flip(part.x, drawn[start : start + size]), part.y)
+            yield self._to_device(part)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of one batch."""
@@ -132,4 +141,5 @@ def make_task(config: TaskConfig, *, seed: int, device: str = "cpu") -> ImageTas
         shares = iid_shares(len(own), clients=config.clients, seed=seed)
     else:
         shares = dirichlet_shares(own.y, clients=config.clients, alpha=config.alpha, seed=seed)
-    return ImageTask(own, held_out, shares, classes=SHAPES[config.data][2], device=device)
+    augment = config.augment == "crop-flip"
+    return ImageTask(own, held_out, shares, classes=SHAPES[config.data][2], device=device, augment=augment)
