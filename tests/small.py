@@ -208,21 +208,25 @@ def tiny_llama(family: str = "Llama", **changes: object) -> nn.Module:
 
 
 @cache
-def language() -> Path:
-    """The folder of a model of two layers and its tokenizer, one token a byte."""
+def language(*, letters: bool = False) -> Path:
+    """The folder of a model of two layers and its tokenizer, one token a byte; with `letters`, " A" to " D" are one
+    token each."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = Path(mkdtemp(prefix="nestling-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = Tokenizer(models.BPE(vocab={"<end>": 0} | {c: i for i, c in enumerate(letters, 1)}, merges=[]))
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0} | {sign: i for i, sign in enumerate(signs, 1)}
+    merges = [("Ġ", letter) for letter in "ABCD" if letters]  # byte-level pieces write a space so
+    vocabulary |= {"".join(merge): len(vocabulary) + i for i, merge in enumerate(merges)}
+    pieces = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
     shape = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng():
@@ -231,12 +235,25 @@ def language() -> Path:
     return folder
 
 
-def smollm2_sizes(folder: Path) -> str:
-    """A config.json with the sizes of SmolLM2-135M, to plan with."""
-    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
-    sizes |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True, "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(sizes))
+SIZES = {  # layers, width, query and key/value heads, width of the feed-forward part, vocabulary
+    "smollm2-135m": ("llama", 30, 576, 9, 3, 1536, 49152),
+    "Qwen/Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 8960, 151936),
+    "meta-llama/Llama-3.2-1B": ("llama", 16, 2048, 32, 8, 8192, 128256),
+}
+
+
+def sizes_of(model: str, folder: Path) -> str:
+    """A config.json with the sizes of a model of a preset, to plan with."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    names += ("intermediate_size", "vocab_size")
+    settings = dict(zip(names, SIZES[model], strict=True)) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(settings))
     return str(folder / "config.json")
+
+
+def smollm2_sizes(folder: Path) -> str:
+    """A config.json with the sizes of SmolLM2-135M."""
+    return sizes_of("smollm2-135m", folder)
 
 
 def needle_toml(out: Path | str, *, adapter: str = 'kind = "memory"\nlayers = "all"\nrank = 2\nwindow = 32') -> str:
@@ -275,4 +292,64 @@ out = "{out}"
 def needle_config(out: Path | str, *, references: bool = False, **changes: object) -> RunConfig:
     """The same settings, with `changes` to the top level."""
     made = parse_config(needle_toml(out))
+    return replace(made, **{"machine": replace(made.machine, references=references), **changes})
+
+
+# Drawn nouns: a real run of multiple choice in seconds.
+
+
+@cache
+def nouns() -> Path:
+    """A folder with a data.noun in WordNet's format: thirty nouns in each lexicographer file that is asked about."""
+    from nestling.tasks.questions import WORDNET_DOMAINS
+
+    folder = Path(mkdtemp(prefix="nestling-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    lines = ["  1 This software and database is being provided to you, the LICENSEE, by  "]
+    lines += ["  14 WordNet 9.9 Copyright 2011 by Princeton University.  All rights reserved.  "]
+    for file in sorted(number for files in WORDNET_DOMAINS.values() for number in files):
+        for i in range(30):
+            noun = "qu" + chr(97 + file % 26) + chr(97 + i % 26) + chr(97 + i // 26) + "x"
+            head = f"{100 * file + i:08} {file:02} n 01 {noun} 0 001 @ 00001740 n 0000"
+            lines.append(f'{head} | thing {i} of file {file}; "an example of {noun}"  ')
+    (folder / "data.noun").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def choices_toml(out: Path | str, *, adapter: str = 'kind = "lora"\nrank = 2\nlayers = "1"') -> str:
+    """Settings of a run of multiple choice over five clients that takes some seconds."""
+    return f"""\
+name = "choices"
+rounds = 2
+
+[task]
+kind = "choices"
+data = "wordnet"
+path = "{nouns()}"
+train_items = 8
+test_items = 6
+round_items = 2
+
+[base]
+kind = "language"
+model = "{language(letters=True)}"
+dtype = "float32"
+
+[adapter]
+{adapter}
+
+[local]
+batch_size = 4
+lr = 3e-2
+gate_lr = 5e-2
+
+[machine]
+workers = 1
+out = "{out}"
+"""
+
+
+def choices_config(out: Path | str, *, references: bool = False, **changes: object) -> RunConfig:
+    """The same settings, with `changes` to the top level."""
+    made = parse_config(choices_toml(out))
     return replace(made, **{"machine": replace(made.machine, references=references), **changes})

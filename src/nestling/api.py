@@ -19,7 +19,7 @@ from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
-from nestling.config.schema import BaseConfig, NeedleConfig, RunConfig, deciding
+from nestling.config.schema import BaseConfig, RunConfig, TaskConfig, deciding
 from nestling.core.errors import ConfigError, NestlingError, RunError
 from nestling.core.types import Failure, Progress
 from nestling.core.vectors import Vector
@@ -37,7 +37,7 @@ from nestling.runs.recorder import Recorder, read_result
 from nestling.runs.result import Result
 from nestling.tasks.data import TITLES
 from nestling.tasks.images import ImageTask
-from nestling.tasks.recall import NeedleTask, Recall
+from nestling.tasks.recall import Recall
 
 LOGGED = 10
 """Refused replies of a round that are told in full."""
@@ -299,25 +299,27 @@ def _references(
 def _of_task(
     config: RunConfig, parts: Parts, *, start: Vector, last: Vector, accuracy: float, rows: dict[str, list[Recall]]
 ) -> dict[str, Any]:
-    """What a result says of its task: what it is, the accuracies on all held-out items, and a needle run's rows."""
-    if isinstance(config.task, NeedleConfig):
-        from nestling.federation.recalls import entries, gains  # needs transformers
+    """What a result says of its task: what it is, the accuracies on all held-out items, and a language run's rows."""
+    task = parts.task
+    if not isinstance(task, ImageTask):
+        from nestling.federation.recalls import drops, entries, gains  # needs transformers
 
         base = rows.get("memory off", rows.get("window", rows.get("full attention")))
         return {
-            "task": f"facts in {config.task.length:,} tokens",
+            "task": task.title,
             "alpha": None,
-            "accuracy": NeedleTask.accuracy(rows["trained"]),
-            "accuracy_base": NeedleTask.accuracy(base) if base else None,
-            "test_items": config.task.clients * config.task.test_items,
-            "classes": 0,
+            "accuracy": task.accuracy(rows["trained"]),
+            "accuracy_base": task.accuracy(base) if base else None,
+            "test_items": task.held_out_items,
+            "classes": task.classes,
             "recalls": entries(rows),
             "gains": gains(rows),
+            "drops": drops(rows, "choices" if task.classes else "hits"),
         }
-    assert isinstance(parts.task, ImageTask)
+    assert isinstance(config.task, TaskConfig)
     personal: tuple[float | None, float | None] = (None, None)
     if config.local.rule == "ala":
-        personal = personal_accuracies(parts.workers, parts.task, last)
+        personal = personal_accuracies(parts.workers, task, last)
     return {
         "accuracy_personal": personal[0],
         "accuracy_personal_global": personal[1],
@@ -325,8 +327,8 @@ def _of_task(
         "alpha": config.task.alpha if config.task.partition == "dirichlet" else None,
         "accuracy": accuracy,
         "accuracy_base": parts.evaluate(parts.workers[0], start),
-        "test_items": parts.task.held_out_items,
-        "classes": parts.task.classes,
+        "test_items": task.held_out_items,
+        "classes": task.classes,
         "evaluated_on": config.task.evaluate_on,
     }
 

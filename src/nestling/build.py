@@ -23,11 +23,11 @@ from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.config.schema import (
     BaseConfig,
     FullConfig,
+    LanguageConfig,
     LatentConfig,
     LoraConfig,
     MappingConfig,
     MemoryConfig,
-    NeedleConfig,
     RunConfig,
     TaskConfig,
     deciding,
@@ -44,6 +44,7 @@ from nestling.models.backbones import base_hash
 from nestling.models.copies import working_copy
 from nestling.models.pretrain import make_base, trained_base, trains
 from nestling.models.resnet import make_resnet, orthonormal_rows
+from nestling.tasks.choices import ChoicesTask
 from nestling.tasks.data import SHAPES, load_images
 from nestling.tasks.images import ImageTask, make_task
 from nestling.tasks.recall import NeedleTask
@@ -53,12 +54,12 @@ from nestling.tasks.recall import NeedleTask
 class Parts:
     """The objects of one run. Every worker shares the frozen tensors of `base`.
 
-    `recalls` is the `Recalls` that judges a needle run; its module needs transformers, which no other run does.
+    `recalls` is the `Recalls` that judges a language run; its module needs transformers, which no other run does.
     """
 
     base: nn.Module
     base_hash: str
-    task: ImageTask | NeedleTask
+    task: ImageTask | NeedleTask | ChoicesTask
     workers: list[Worker]
     engine: Engine
     server: Server
@@ -66,7 +67,7 @@ class Parts:
     recalls: Any = None
 
     def evaluate(self, worker: Worker, state: Vector) -> float:
-        """Accuracy of a state on the held-out items; of a needle run, exact answers on those of each round."""
+        """Accuracy of a state on the held-out items; of a language run, on those of each round."""
         if self.recalls is not None:
             return self.recalls.after_round(state)
         assert isinstance(self.task, ImageTask)
@@ -92,9 +93,9 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     """
     config = resolve(config)
     check_device(config.machine.device)
-    task: ImageTask | NeedleTask
+    task: ImageTask | NeedleTask | ChoicesTask
     reads: dict[str, str] = {}
-    if isinstance(config.task, NeedleConfig):
+    if isinstance(config.base, LanguageConfig):
         from nestling.build_language import load_language  # needs transformers
 
         base, task, round_task, prefix, reads["tokenizer"] = load_language(config, note=note)
@@ -127,7 +128,7 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         sampling_rate=config.sampling_rate,
     )  # fmt: skip
     recalls = None
-    if isinstance(task, NeedleTask):
+    if not isinstance(task, ImageTask):
         from nestling.federation.recalls import Recalls
         from nestling.inference.cache import new_cache
 
@@ -288,7 +289,7 @@ def plan(config: RunConfig) -> Plan:
     5120
     """
     local, stream = 0, dict[str, int]()
-    if isinstance(config.task, NeedleConfig):
+    if isinstance(config.base, LanguageConfig):
         from nestling.build_language import count_language
 
         counted = count_language(config)

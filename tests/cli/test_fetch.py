@@ -69,7 +69,7 @@ def test_an_unknown_name_is_exit_2_with_those_there_are(word: str, capsys: pytes
     out, err = capsys.readouterr()
     assert out == ""
     assert "is not an asset" in err
-    assert "Known: smollm2-135m, shakespeare." in err
+    assert "Known: smollm2-135m, shakespeare, wordnet, mmlu-dev." in err
 
 
 @pytest.mark.parametrize("words", [["fetch"], ["fetch", "--help"], ["fetch", "shakespeare"]], ids=" ".join)

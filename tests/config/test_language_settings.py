@@ -15,6 +15,7 @@ from nestling.config.schema import (
     TEMPLATES,
     AdapterConfig,
     BaseConfig,
+    ChoicesConfig,
     FullConfig,
     LanguageConfig,
     LatentConfig,
@@ -65,6 +66,11 @@ def test_the_templates_are_those_that_can_be_made() -> None:
         (lambda: NeedleConfig(events=3), "task.events"),
         (lambda: NeedleConfig(text="file"), "task.path"),
         (lambda: NeedleConfig(path="a.txt"), "task.path"),
+        (lambda: ChoicesConfig(train_items=0), "task.train_items"),
+        (lambda: ChoicesConfig(test_items=5), "task.round_items"),
+        (lambda: ChoicesConfig(round_items=0), "task.round_items"),
+        (lambda: ChoicesConfig(data="mmlu-dev", path="x"), "task.path"),
+        (lambda: ChoicesConfig(path="a\0"), "task.path"),
         (lambda: LocalConfig(gate_lr=-1.0), "local.gate_lr"),
         (lambda: LocalConfig(clip=float("inf")), "local.clip"),
         (lambda: LocalConfig(warmup=-1), "local.warmup"),
@@ -91,6 +97,7 @@ def test_a_bad_value_is_refused_by_name(make, where: str) -> None:
         ("base", "language", 'dtype = "float16"'),
         ("task", "needle", 'templates = "mk"'),
         ("task", "needle", 'text = "novel"'),
+        ("task", "choices", 'data = "arc"'),
     ],
 )
 def test_a_word_that_is_not_known_is_refused_by_name(table: str, kind: str, setting: str) -> None:
@@ -104,6 +111,8 @@ def test_a_word_that_is_not_known_is_refused_by_name(table: str, kind: str, sett
     [
         ({"task": TaskConfig()}, "base.kind"),
         ({"base": BaseConfig()}, "base.kind"),
+        ({"task": ChoicesConfig(), "base": BaseConfig()}, "base.kind"),
+        ({"task": ChoicesConfig(), "adapter": LatentConfig()}, "adapter.kind"),
         ({"adapter": LatentConfig()}, "adapter.kind"),
         ({"task": TaskConfig(), "base": BaseConfig()}, "adapter.kind"),
         ({"adapter": MappingConfig()}, "adapter.kind"),
@@ -145,7 +154,7 @@ def test_a_table_without_a_kind_is_of_the_usual_one() -> None:
 @pytest.mark.parametrize("table", ["task", "base", "adapter"])
 def test_an_unknown_kind_names_the_known_ones(table: str) -> None:
     adapters = "latent, full, memory, lora, mapping"
-    known = {"task": "images, needle", "base": "resnet, language", "adapter": adapters}[table]
+    known = {"task": "images, needle, choices", "base": "resnet, language", "adapter": adapters}[table]
     for kind in ('"nedle"', "3", "[]"):
         with pytest.raises(ConfigError) as caught:
             parse_config(f"[{table}]\nkind = {kind}")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nestling.federation.recalls import entries, gains
+from nestling.federation.recalls import drops, entries, gains
 from nestling.tasks.recall import Recall, paired_difference
 
 
@@ -35,3 +35,11 @@ def test_a_gain_pairs_the_items_of_all_clients() -> None:
 
 def test_without_a_memory_there_is_no_gain() -> None:
     assert gains({"trained": ON, "full attention": ON}) == {}
+
+
+def test_a_drop_pairs_each_client_that_was_trained_alone_with_the_federated_state() -> None:
+    found = drops({"trained": ON, "local only": [OFF[1]]}, "choices")
+    assert list(found) == ["1 mk", "all"]
+    assert found["all"] == found["1 mk"] == list(paired_difference(OFF[1].choices, ON[1].choices))
+    assert drops({"trained": ON, "local only": OFF}, "hits")["all"][0] == pytest.approx(-2 / 6)
+    assert drops({"trained": ON}, "hits") == drops({"local only": ON}, "hits") == {}

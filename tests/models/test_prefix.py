@@ -162,3 +162,16 @@ def test_a_cache_that_is_used_again_keeps_to_the_limit() -> None:
         prefix.logits_after(model, some_ids(2, 8, seed), cache, 1, key=bytes([seed]))
         cache.reset()
     assert len(prefix.made) == 1
+
+
+def test_rows_filled_up_behind_their_ends_are_remembered_without_the_filling() -> None:
+    model = tiny_llama()
+    prefix, short = Prefix(first=2), torch.tensor([3, 1, 4, 1, 5])
+    ends = torch.tensor([4, 6])
+    for width in (7, 9):
+        ids = torch.zeros(2, width, dtype=torch.int64)
+        ids[0, :5], ids[1, :7] = short, torch.arange(10, 17)
+        found = prefix.logits(model, ids, ends, [5, 7])
+        wanted = [model(ids[:1, :5]).logits[0, -1], model(ids[1:, :7]).logits[0, -1]]
+        torch.testing.assert_close(found[[0, 1], [0, 1]], torch.stack(wanted), atol=1e-4, rtol=1e-4)
+    assert len(prefix.made) == 2

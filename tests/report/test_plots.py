@@ -49,7 +49,8 @@ def test_the_same_input_gives_the_same_bytes(result, metrics):
 
 def test_the_axis_says_what_is_judged(result, metrics):
     kinds = {"test accuracy": {}, "validation accuracy": {"evaluated_on": "validation"}}
-    kinds["exact answers, on the few items judged each round"] = {"recalls": {"trained": [{}]}}
+    kinds["exact answers, on the few items judged each round"] = {"recalls": {"trained": [{}]}, "classes": 0}
+    kinds["accuracy, on the few items judged each round"] = {"recalls": {"trained": [{}]}, "classes": 4}
     for wanted, changes in kinds.items():
         assert wanted in figure_files([result(**changes)], [metrics(result())])["svg"].decode()
 

@@ -9,7 +9,14 @@ from rich.console import Console
 
 from nestling.cli.main import main
 from nestling.report.html import write_report
-from nestling.report.recalls import HEADINGS, recall_caption, recall_rows, recalls_to_markdown, recalls_to_rich
+from nestling.report.recalls import (
+    HEADINGS,
+    client_table,
+    recall_caption,
+    recall_rows,
+    recalls_to_markdown,
+    recalls_to_rich,
+)
 from nestling.report.tables import caption_of
 
 
@@ -107,3 +114,55 @@ def test_every_form_of_the_report_can_be_printed(form, run_of, tmp_path, capsys)
     assert main(["report", str(run_of(RECALLED)), "--format", form, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert ("memory off" in shown) == (form in ("table", "markdown"))
+
+
+# Questions: right letters, and client by client what averaging costs.
+
+ANSWERED = dataclasses.replace(
+    RECALLED,
+    classes=4,
+    task="WordNet 3.1 by letter",
+    recalls={
+        "full attention": [client(0, "life", "0000", "1000"), client(1, "<b>|x", "0000", "1000")],
+        "local only": [client(0, "life", "1111", "1110")],
+        "trained": [client(0, "life", "1111", "1100"), client(1, "<b>|x", "1111", "1111")],
+    },
+    gains={},
+    drops={"0 life": [0.25, 0.0, 0.75], "all": [0.25, 0.0, 0.75]},
+)
+
+
+def test_a_run_of_questions_shows_right_letters_and_not_exact_answers():
+    row = recall_rows(ANSWERED)[-1]
+    assert row.cells() == ("fednl", "75.0 [40.9, 92.9]", "1.000")
+    caption = recall_caption(ANSWERED)
+    for text in ("8 held-out questions of 2 clients", "the right letter is the likeliest", "aggregation drop"):
+        assert text in caption
+    assert "same text" not in caption
+    assert caption_of([ANSWERED]).startswith("Accuracy on 8 test items of WordNet 3.1 by letter")
+    assert "chance is 25 %" in caption_of([ANSWERED])
+
+
+def test_by_client_stand_the_rows_and_the_drop_and_what_is_not_known_is_left_open():
+    assert client_table(ANSWERED) == [
+        ("client", "items", "frozen base", "local only", "fednl", "drop ↓"),
+        ("0 life", "4", "25.0 [4.6, 69.9]", "75.0 [30.1, 95.4]", "50.0 [15.0, 85.0]", "+25.0 [+0.0, +75.0]"),
+        ("1 <b>|x", "4", "25.0 [4.6, 69.9]", "–", "100.0 [51.0, 100.0]", "–"),
+        ("all", "8", "25.0 [7.1, 59.1]", "75.0 [30.1, 95.4]", "75.0 [40.9, 92.9]", "+25.0 [+0.0, +75.0]"),
+    ]
+    assert client_table(ANSWERED, digits=0)[1][2:] == ("25 [5, 70]", "75 [30, 95]", "50 [15, 85]", "+25.0 [+0, +75]")
+    assert client_table(RECALLED) == client_table(BASE) == []
+    alone = dataclasses.replace(ANSWERED, drops={})
+    assert {len(line) for line in client_table(alone)} == {5}
+
+
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_both_tables_are_printed_and_on_the_page_escaped(form, run_of, tmp_path, capsys):
+    assert main(["report", str(run_of(ANSWERED)), "--format", form, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("answered by", "drop ↓", "0 life"):
+        assert text in shown
+    page = (tmp_path / "report.html").read_text()
+    assert "Questions answered" in page
+    assert "1 &lt;b&gt;|x" in page
+    assert "columns are exact" not in page

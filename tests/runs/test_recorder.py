@@ -279,6 +279,7 @@ def test_a_result_that_lacks_an_entry_is_refused(name):
     if name in (
         "recalls",
         "gains",
+        "drops",
         "accuracy_personal",
         "accuracy_personal_global",
         "settings",
@@ -336,6 +337,14 @@ def test_a_row_that_contradicts_itself_is_refused(change):
 def test_a_gain_that_is_no_interval_is_refused(gain):
     with pytest.raises(WireError, match="gains"):
         Result.from_dict(RESULT.to_dict() | {"gains": {"exact": gain}})
+
+
+def test_drops_are_written_where_there_are_any_and_checked_as_gains_are():
+    assert "drops" not in RESULT.to_dict()
+    result = dataclasses.replace(RECALLED, drops={"0 mk": [0.1, -0.2, 0.4], "all": [0.1, -0.2, 0.4]})
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    with pytest.raises(WireError, match="drops"):
+        Result.from_dict(RESULT.to_dict() | {"drops": {"all": [0.1, 0.2]}})
 
 
 def test_accuracies_of_clients_own_models_are_written_where_there_are_any():

@@ -67,7 +67,7 @@ def load_config(source: str | Path) -> RunConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot be read ({error})", where=str(path), remedy="Give a UTF-8 TOML file.") from error
         return parse_config(text, where=str(path))
-    if path.suffix == "" and str(source) in preset_names():
+    if str(source) in preset_names():
         return parse_config(preset_text(str(source)), where=str(source))
     names = preset_names() + sorted(str(p) for p in Path().glob("*.toml") if p.name != "pyproject.toml")
     raise ConfigError("is neither a TOML file nor a preset", where=str(source), remedy=near(str(source), names))

@@ -14,6 +14,7 @@ from nestling.config.adapters import LoraConfig as LoraConfig
 from nestling.config.adapters import MappingConfig as MappingConfig
 from nestling.config.adapters import MemoryConfig as MemoryConfig
 from nestling.config.checks import at_least, is_count, is_one_of, is_seed, is_text
+from nestling.config.choices import ChoicesConfig as ChoicesConfig
 from nestling.config.codec import CodecConfig as CodecConfig
 from nestling.config.codec import codec_name as codec_name
 from nestling.config.local import LocalConfig as LocalConfig
@@ -204,7 +205,7 @@ class RunConfig:
     seed: int = 0
     """Decides the partition, the cohorts, items and their order and, unless set apart, the adapter's maps."""
     rounds: int = 10
-    task: TaskConfig | NeedleConfig = field(default_factory=TaskConfig)
+    task: TaskConfig | NeedleConfig | ChoicesConfig = field(default_factory=TaskConfig)
     base: BaseConfig | LanguageConfig = field(default_factory=BaseConfig)
     adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig | MappingConfig = field(default_factory=LatentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
@@ -293,23 +294,23 @@ class RunConfig:
 
     def _fits_together(self) -> None:
         """Refuse a base or an adapter that the task cannot use."""
-        needle = isinstance(self.task, NeedleConfig)
-        if needle != isinstance(self.base, LanguageConfig):
-            wanted = "language" if needle else "resnet"
+        language = isinstance(self.task, NeedleConfig | ChoicesConfig)
+        if language != isinstance(self.base, LanguageConfig):
+            wanted = "language" if language else "resnet"
             raise ConfigError(
                 f"{self.base.kind!r} does not go with a task of kind {self.task.kind!r}",
                 where="base.kind",
                 remedy=f'Write kind = "{wanted}" under [base].',
             )
         for_images = (LatentConfig, FullConfig, LoraConfig, MappingConfig)
-        fitting = (MemoryConfig, LoraConfig, FullConfig) if needle else for_images
+        fitting = (MemoryConfig, LoraConfig, FullConfig) if language else for_images
         if not isinstance(self.adapter, fitting):
             raise ConfigError(
                 f"{self.adapter.kind!r} does not go with a task of kind {self.task.kind!r}",
                 where="adapter.kind",
                 remedy=f"Give {', '.join(c.kind for c in fitting)} under [adapter].",
             )
-        if isinstance(self.adapter, LoraConfig) and not needle:
+        if isinstance(self.adapter, LoraConfig) and not language:
             for setting in ("window", "sinks"):
                 if getattr(self.adapter, setting) != getattr(LoraConfig, setting):
                     raise ConfigError(

@@ -1,4 +1,5 @@
-"""How well states of a language federation recall facts: the rows of a needle run, each client judged on its own items.
+"""How well states of a language federation recall facts or answer questions: the rows of a run, each client judged on
+its own items.
 
     full attention   the frozen model, all tokens in sight: the ceiling, with a cache that grows with the text
     window           the frozen model, as far as the run's adapter lets it see
@@ -6,14 +7,15 @@
     trained          the federation's last state; memory off: what stays without the memory; window off: memory alone
     centralised      one model trained on all clients' items
 
-Every row is judged on the same items, so that two rows are compared item by item. Clients are judged side by side.
+Every row is judged on the same items, so that two rows are compared item by item: what the memory adds, and what a
+client loses by being averaged with others. Clients are judged side by side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -24,6 +26,7 @@ from nestling.federation.pool import side_by_side
 from nestling.federation.reference import References, train_apart
 from nestling.models.copies import working_copy
 from nestling.models.prefix import Prefix
+from nestling.tasks.choices import ChoicesTask
 from nestling.tasks.recall import NeedleTask, Recall, paired_difference
 
 Rows = dict[str, list[Recall]]
@@ -45,13 +48,13 @@ class Recalls:
 
     base: nn.Module
     workers: Sequence[Worker]
-    task: NeedleTask
-    round_task: NeedleTask
+    task: NeedleTask | ChoicesTask
+    round_task: NeedleTask | ChoicesTask
     adapter: AdapterConfig
     new_cache: Callable[[nn.Module], Any]
     prefix: Prefix | None = None
 
-    def of_state(self, state: Vector, *, task: NeedleTask | None = None, **switch: bool) -> list[Recall]:
+    def of_state(self, state: Vector, *, task: NeedleTask | ChoicesTask | None = None, **switch: bool) -> list[Recall]:
         """One `Recall` a client, of a state with what the client keeps for itself; `switch` turns parts of a memory
         off: `memory=False` or `window=False`."""
 
@@ -71,7 +74,9 @@ class Recalls:
 
             for model in models:
                 use_window(model, window=window, sinks=sinks)
-        prefix = self.prefix if window else None
+        # Bare layers below LoRA are those of a state, to the bit; those of a model that carries a memory are others.
+        alike = window or (isinstance(self.adapter, LoraConfig) and not self.adapter.window)
+        prefix = self.prefix if alike else None
 
         def judge(model: nn.Module, client: int) -> Recall:
             return self._judge(model, client, self.task, prefix)
@@ -79,8 +84,8 @@ class Recalls:
         return side_by_side(models, judge, self.task.clients())
 
     def after_round(self, state: Vector) -> float:
-        """Share of exact answers on the items that are judged after each round."""
-        return NeedleTask.accuracy(self.of_state(state, task=self.round_task))
+        """The task's accuracy on the items that are judged after each round."""
+        return self.task.accuracy(self.of_state(state, task=self.round_task))
 
     def frozen(self, *, note: Note = lambda text: None) -> Rows:
         """The rows of the frozen base: with all tokens in sight, and as far as the adapter lets it see. With a memory,
@@ -103,7 +108,7 @@ class Recalls:
         centralised = apart.pop(None, [])
         local = [recall for recalls in apart.values() for recall in recalls]
         rows = {name: row for name, row in (("local only", local), ("centralised", centralised)) if row}
-        return References(_share(local), _share(centralised), rows)
+        return References(self._share(local), self._share(centralised), rows)
 
     def trained(self, state: Vector, *, note: Note = lambda text: None) -> Rows:
         """The rows of the federation's state."""
@@ -114,14 +119,19 @@ class Recalls:
             rows["window off"] = self.of_state(state, window=False)
         return rows
 
-    def _judge(self, model: nn.Module, client: int, task: NeedleTask, prefix: Prefix | None = None) -> Recall:
-        read = prefix.logits_after if prefix is not None else None
-        [recall] = task.evaluate(model, new_cache=self.new_cache, clients=[client], read=read)
+    def _judge(
+        self, model: nn.Module, client: int, task: NeedleTask | ChoicesTask, prefix: Prefix | None = None
+    ) -> Recall:
+        if isinstance(task, ChoicesTask):  # nothing is read on behind a question, so it needs no cache
+            read = prefix.logits if prefix is not None else None
+            [recall] = task.evaluate(model, clients=[client], read=read)
+        else:
+            read_on = prefix.logits_after if prefix is not None else None
+            [recall] = task.evaluate(model, new_cache=self.new_cache, clients=[client], read=read_on)
         return recall
 
-
-def _share(recalls: list[Recall]) -> float:
-    return NeedleTask.accuracy(recalls) if recalls else float("nan")
+    def _share(self, recalls: list[Recall]) -> float:
+        return self.task.accuracy(recalls) if recalls else float("nan")
 
 
 def entries(rows: Mapping[str, list[Recall]]) -> dict[str, list[dict[str, Any]]]:
@@ -173,3 +183,18 @@ def gains(rows: Mapping[str, list[Recall]]) -> dict[str, list[float]]:
         label: list(paired_difference(all_of("trained", key), all_of("memory off", key)))
         for label, key in (("exact", "hits"), ("choice", "choices"))
     }
+
+
+def drops(rows: Mapping[str, list[Recall]], key: Literal["hits", "choices"]) -> dict[str, list[float]]:
+    """What a client loses by being averaged with others, its own training − the federation's state over its own items:
+    mean and ends of the 95 % interval, by client and under "all". Empty where no client was trained alone."""
+    federated = {recall.client: recall for recall in rows.get("trained", [])}
+    pairs = [(own, federated[own.client]) for own in rows.get("local only", []) if own.client in federated]
+    if not pairs:
+        return {}
+    alone, together = ([hit for pair in pairs for hit in getattr(pair[side], key)] for side in (0, 1))
+    by_client = {
+        f"{own.client} {own.template}": list(paired_difference(getattr(own, key), getattr(other, key)))
+        for own, other in pairs
+    }
+    return by_client | {"all": list(paired_difference(alone, together))}

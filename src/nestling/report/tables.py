@@ -161,7 +161,7 @@ def caption_of(results: Sequence[Result]) -> str:
     seeds = sorted({len(group) for group in by_method(results).values()})
     items = sorted({result.test_items for result in results})
     tasks = ", ".join(sorted({printable(result.task) for result in results}))
-    needles = all(result.recalls for result in results)
+    needles = all(result.recalls and not result.classes for result in results)
     chance = (
         "about 0"
         if needles

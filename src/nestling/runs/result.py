@@ -10,10 +10,10 @@ from nestling.core.errors import WireError
 from nestling.runs.files import printable
 
 SCHEMA = 1
-_OF_NEEDLES = ("recalls", "gains")
+_OF_LANGUAGE = ("recalls", "gains", "drops")
 _PERSONAL = ("accuracy_personal", "accuracy_personal_global")
 _PRIVATE = ("epsilon", "delta", "sampling_rate")
-_LEFT_OUT = (*_OF_NEEDLES, *_PERSONAL, *_PRIVATE, "settings")  # where there is nothing to say
+_LEFT_OUT = (*_OF_LANGUAGE, *_PERSONAL, *_PRIVATE, "settings")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
     "choices": str,
@@ -44,7 +44,10 @@ class Result:
 
     A needle run also has `recalls`: for each row (`federation/recalls.py`) one object a client, with its counts, mean
     loss of an answer token, exact answers by depth, and a 0 or 1 an item in `hits` (exact) and `choices` (of four); and
-    `gains`: memory on − memory off, as [mean, low, high], the ends of the 95 % interval over paired items.
+    `gains`: memory on − memory off, as [mean, low, high], the ends of the 95 % interval over paired items. So has one
+    of multiple choice, where `template` is a client's subject area, `chosen` counts right letters among four, and
+    `exact` those that are the likeliest of all tokens. `drops` has, for each client and "all", the accuracy of its own
+    training − that of the federation's state, as `gains`; empty if no client was trained alone.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Result:
     rejected: Mapping[str, int] = field(default_factory=dict)
     recalls: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     gains: Mapping[str, list[float]] = field(default_factory=dict)
+    drops: Mapping[str, list[float]] = field(default_factory=dict)
     accuracy_personal: float | None = None
     accuracy_personal_global: float | None = None
     settings: str = ""
@@ -97,7 +101,7 @@ class Result:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
         given: dict[str, Any] = (
-            {key: {} for key in _OF_NEEDLES} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": ""}
+            {key: {} for key in _OF_LANGUAGE} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": ""}
         )
         given |= {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
@@ -124,7 +128,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         number: float = value
     elif kind in (float, float | None) and type(value) in (int, float) and math.isfinite(value):
         value = number = float(value)
-    elif name in _OF_NEEDLES and isinstance(value, dict):
+    elif name in _OF_LANGUAGE and isinstance(value, dict):
         if all(map(is_row if name == "recalls" else _is_gain, value.values())):
             return value
         raise WireError("fields", f"has an unusable value for {name}", where=where)

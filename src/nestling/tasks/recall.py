@@ -52,15 +52,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recall:
-    """How well one client's held-out facts are recalled.
+    """How well one client's held-out facts are recalled, or its questions answered.
 
     Args:
-        client, template: whose items, and of what kind.
+        client, template: whose items, and of what kind: a template, or a subject area.
         items: how many.
         exact: how many greedy continuations equal the answer.
-        chosen: how many answers are the likeliest of their four candidates.
+        chosen: how many answers are the likeliest of their four candidates, or letters.
         loss: mean cross-entropy of an answer token, in nats.
-        by_depth: (exact, items) for each depth of the asked event.
+        by_depth: (exact, items) for each depth of the asked event; empty for questions.
         hits, choices: exact and chosen, item by item, in the same order for every model.
     """
 
@@ -92,6 +92,8 @@ class NeedleTask:
     `client=None` stands for all clients' items pooled. Raises `ConfigError` if an item cannot be made: an unknown
     template, a length too small for the events, a text too short for the length.
     """
+
+    classes = 0
 
     def __init__(
         self,
@@ -127,6 +129,16 @@ class NeedleTask:
     def clients(self) -> list[int]:
         """Numbers of the clients."""
         return list(range(len(self.templates)))
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return f"facts in {self.length:,} tokens"
+
+    @property
+    def held_out_items(self) -> int:
+        """Number of held-out items of all clients."""
+        return self._test_items * len(self.templates)
 
     @cached_property
     def digest(self) -> str:
