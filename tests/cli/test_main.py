@@ -85,7 +85,7 @@ def test_an_unknown_command_is_exit_2_with_the_near_one(
 @pytest.mark.parametrize("word", ["--bogus", "", "-x", "\n", "日本"])
 def test_anything_else_is_exit_2_with_the_commands_there_are(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
-    assert "Known: new, plan, run" in capsys.readouterr().err
+    assert "Known: new, plan, pretrain, run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("run", "plan")])
