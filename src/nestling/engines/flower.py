@@ -1,0 +1,225 @@
+"""The engine over Flower: our bytes, as one entry of one record, to nodes on other machines and back.
+
+    push the messages    →    pull until all have answered, the deadline, or enough have    →    reply or Failure
+
+Flower carries the bytes and knows who a node is; who is asked, how long is waited and what a reply is worth are ours. A
+message is answered once, by the node that it was sent to, or the answer counts for nothing. A node that has not
+answered is not sent another message until it has, or until Flower says that it is gone: a hung client costs its own
+replies and never a later round. Only `push_messages`, `pull_messages` and `get_nodes` of Flower's grid are used.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from nestling.core.errors import ConfigError
+from nestling.core.types import Failure
+from nestling.engines import flower_compat as compat
+from nestling.runs.files import printable
+
+compat.require()
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # noqa: E402
+
+RECORD, BODY, KIND = "nestling", "body", "kind"
+"""The one record of a message, the bytes in it, and what they are for (`deploy/protocol.py`)."""
+CODE, DETAIL = "code", "detail"
+"""In the place of the bytes: why there are none."""
+
+ROUND = "round"
+_STABLE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_LONGEST_DETAIL = 500
+
+
+def to_record(body: bytes, kind: str = ROUND) -> RecordDict:
+    """What travels to a node, or from it. Raises nothing.
+
+    >>> from_record(to_record(b"hello"))
+    b'hello'
+    """
+    return RecordDict({RECORD: ConfigRecord({KIND: kind, BODY: body})})
+
+
+def to_refusal(failure: Failure) -> RecordDict:
+    """What a client sends that has no bytes to send.
+
+    >>> from_record(to_refusal(Failure("no_data", "has no training items")))
+    Failure(code='no_data', detail='has no training items', trace='')
+    """
+    return RecordDict({RECORD: ConfigRecord({CODE: failure.code, DETAIL: failure.detail[:_LONGEST_DETAIL]})})
+
+
+def from_record(content: RecordDict) -> bytes | Failure:
+    """The bytes in a record, or the reason why there are none; whatever else came is a `malformed_reply`."""
+    record: Any = content.get(RECORD) if len(content) == 1 else None
+    if isinstance(record, ConfigRecord):
+        values = dict(record)
+        if set(values) == {KIND, BODY} and isinstance(values[BODY], bytes):
+            return values[BODY]
+        if set(values) == {CODE, DETAIL} and all(isinstance(value, str) for value in values.values()):
+            if _STABLE.fullmatch(values[CODE]):
+                return Failure(values[CODE], _plain(values[DETAIL]))
+    return Failure("malformed_reply", f"is no record of one entry of bytes ({', '.join(map(str, content))[:80]})")
+
+
+def kind_of(content: RecordDict) -> str:
+    """What a message is for; empty if it does not say."""
+    record: Any = content.get(RECORD)
+    kind = record.get(KIND, "") if isinstance(record, ConfigRecord) else ""
+    return kind if isinstance(kind, str) else ""
+
+
+@runtime_checkable
+class Grid(Protocol):
+    """What is used of `flwr.serverapp.Grid`."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]: ...
+    def get_nodes(self) -> Iterable[Any]: ...
+
+
+@dataclass
+class _Asked:
+    """An exchange that is not over: who has which message, who waits for one, and what has come."""
+
+    pending: dict[str, int] = field(default_factory=dict)
+    answers: dict[int, bytes | Failure] = field(default_factory=dict)
+
+
+class FlowerEngine:
+    """Sends each client's message to its node, and waits for the replies as the in-process engine does.
+
+    Args:
+        grid: Flower's.
+        sites: the node of each client; a node has one client, for it works on one message at a time.
+        deadline: seconds for one exchange; 0: as long as it takes, which a node that hangs can make hours.
+        stragglers: so many clients are not waited for once the others have replied.
+        poll: seconds between two looks at what has come.
+
+    A client that has no reply has a `Failure`, of code
+
+    | code | what happened |
+    |---|---|
+    | `no_site` | it has no node |
+    | `node_lost` | its node is not connected, or went away before it answered |
+    | `busy` | its node still owes the answer to an earlier message |
+    | `late` | no answer by the deadline, or before the others were enough |
+    | `client_error` | its app raised or died |
+    | `malformed_reply` | the answer is no record of ours |
+    | `wrong_sender` | another node answered its message |
+    | `misaddressed` | its node answered, but no message that it was sent |
+    | `duplicate` | its message was answered twice, and not alike |
+    | `not_sent` | Flower did not take the message |
+
+    and whatever codes clients themselves give for declining (`no_data`, `context` …).
+
+    Raises `ConfigError` if two clients have one node.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        sites: Mapping[int, int],
+        *,
+        deadline: float = 0.0,
+        stragglers: int = 0,
+        poll: float = 0.1,
+    ) -> None:
+        if len(set(sites.values())) != len(sites):
+            raise ConfigError("two clients have one node", where="sites", remedy="Give each client a site of its own.")
+        self._grid, self._sites = grid, dict(sites)
+        self._deadline, self._stragglers, self._poll = deadline, stragglers, poll
+        self._owed: dict[str, int] = {}
+        """Messages of earlier exchanges that have no answer yet, and their clients."""
+
+    @property
+    def busy(self) -> list[int]:
+        """Clients whose node owes an answer to an earlier exchange."""
+        return sorted(self._owed.values())
+
+    def exchange(self, messages: Mapping[int, bytes], *, kind: str = ROUND) -> dict[int, bytes | Failure]:
+        """Replies by client, in the order of the messages."""
+        asked, began = _Asked(), time.monotonic()
+        online = {int(node.node_id) for node in self._grid.get_nodes()}
+        waiting = dict(messages)
+        for client in messages:
+            if client not in self._sites:
+                asked.answers[client] = Failure("no_site", f"client {client} has no site")
+            elif self._sites[client] not in online:
+                asked.answers[client] = Failure("node_lost", f"client {client}: its site is not connected")
+            if client in asked.answers:
+                del waiting[client]
+        enough = len(messages) - self._stragglers if self._stragglers else -1
+        over, strays = "", set[int]()
+        while True:
+            strays |= self._pull(asked)
+            free = {c: m for c, m in waiting.items() if c not in self._owed.values()}
+            self._push(asked, free, kind)
+            waiting = {c: m for c, m in waiting.items() if c not in free}
+            replies = sum(isinstance(answer, bytes) for answer in asked.answers.values())
+            seconds = time.monotonic() - began
+            if replies == enough:
+                over = f"was slower than the {replies} that were enough"
+            elif self._deadline and seconds >= self._deadline:
+                over = f"did not answer within {self._deadline:g} s"
+            # Those that owe an answer keep no round open, unless there is nothing else to wait for, and a deadline.
+            nothing_else = len(waiting) == len(messages) and self._deadline > 0
+            if over or not (asked.pending or (waiting and nothing_else)):
+                break
+            time.sleep(self._poll)
+        for identifier, client in asked.pending.items():
+            self._owed[identifier] = client
+            code, why = ("misaddressed", "answered no message of its own") if client in strays else ("late", over)
+            asked.answers[client] = Failure(code, f"client {client} {why}")
+        for client in waiting:
+            asked.answers[client] = Failure("busy", f"client {client} still owes the answer to an earlier message")
+        return {client: asked.answers[client] for client in messages}
+
+    def _push(self, asked: _Asked, messages: Mapping[int, bytes], kind: str) -> None:
+        if not messages:
+            return
+        records = {body: to_record(body, kind) for body in set(messages.values())}  # one record for a broadcast
+        made = [Message(records[body], self._sites[c], MessageType.TRAIN) for c, body in messages.items()]
+        identifiers: list[str | None] = list(self._grid.push_messages(made))
+        identifiers += [None] * (len(made) - len(identifiers))
+        for client, identifier in zip(messages, identifiers, strict=True):
+            if identifier:
+                asked.pending[str(identifier)] = client
+            else:
+                asked.answers[client] = Failure("not_sent", f"client {client}: the message was not taken")
+
+    def _pull(self, asked: _Asked) -> set[int]:
+        """Take what has come; returns the clients whose node sent what belongs to no message."""
+        outstanding = [*asked.pending, *self._owed]
+        if not outstanding:
+            return set()
+        strays, owner, clients = set[int](), dict(asked.pending), {node: c for c, node in self._sites.items()}
+        for reply in self._grid.pull_messages(outstanding):
+            to, sender = str(reply.metadata.reply_to_message_id), int(reply.metadata.src_node_id)
+            if to in self._owed:  # it comes too late to count, and its node is free again
+                del self._owed[to]
+            elif to in owner:
+                client = owner[to]
+                answer = self._answer(reply, client, sender)
+                if asked.pending.pop(to, None) is None and answer != asked.answers[client]:
+                    answer = Failure("duplicate", f"client {client} answered twice, and not alike")
+                asked.answers[client] = answer
+            elif sender in clients:
+                strays.add(clients[sender])
+        return strays
+
+    def _answer(self, reply: Any, client: int, sender: int) -> bytes | Failure:
+        if reply.has_error():
+            code = "node_lost" if reply.error.code == compat.NODE_LOST else "client_error"
+            return Failure(code, f"client {client}: {_plain(str(reply.error.reason))} (code {reply.error.code})")
+        if sender != self._sites[client]:
+            return Failure("wrong_sender", f"client {client}: node {sender} answered in its place")
+        answer = from_record(reply.content)
+        if isinstance(answer, Failure):
+            return Failure(answer.code, f"client {client}: {answer.detail}")
+        return answer
+
+
+def _plain(text: str) -> str:
+    return printable(text.partition("\n")[0])[:_LONGEST_DETAIL]
