@@ -57,9 +57,9 @@ def from_record(content: RecordDict) -> bytes | Failure:
         values = dict(record)
         if set(values) == {KIND, BODY} and isinstance(values[BODY], bytes):
             return values[BODY]
-        if set(values) == {CODE, DETAIL} and all(isinstance(value, str) for value in values.values()):
-            if _STABLE.fullmatch(values[CODE]):
-                return Failure(values[CODE], _plain(values[DETAIL]))
+        refused = set(values) == {CODE, DETAIL} and all(isinstance(value, str) for value in values.values())
+        if refused and _STABLE.fullmatch(values[CODE]):
+            return Failure(values[CODE], _plain(values[DETAIL]))
     return Failure("malformed_reply", f"is no record of one entry of bytes ({', '.join(map(str, content))[:80]})")
 
 
@@ -154,20 +154,21 @@ class FlowerEngine:
         over, strays = "", set[int]()
         while True:
             strays |= self._pull(asked)
+            replies = sum(isinstance(answer, bytes) for answer in asked.answers.values())
+            if replies == enough:
+                over = f"was slower than the {replies} that were enough"
+            if over:
+                break
             free = {c: m for c, m in waiting.items() if c not in self._owed.values()}
             self._push(asked, free, kind)
             waiting = {c: m for c, m in waiting.items() if c not in free}
-            replies = sum(isinstance(answer, bytes) for answer in asked.answers.values())
-            seconds = time.monotonic() - began
-            if replies == enough:
-                over = f"was slower than the {replies} that were enough"
-            elif self._deadline and seconds >= self._deadline:
-                over = f"did not answer within {self._deadline:g} s"
             # Those that owe an answer keep no round open, unless there is nothing else to wait for, and a deadline.
             nothing_else = len(waiting) == len(messages) and self._deadline > 0
-            if over or not (asked.pending or (waiting and nothing_else)):
+            if not (asked.pending or (waiting and nothing_else)):
                 break
             time.sleep(self._poll)
+            if self._deadline and time.monotonic() - began >= self._deadline:  # with one last look at what has come
+                over = f"did not answer within {self._deadline:g} s"
         for identifier, client in asked.pending.items():
             self._owed[identifier] = client
             code, why = ("misaddressed", "answered no message of its own") if client in strays else ("late", over)

@@ -50,11 +50,6 @@ def pretend_task(*, run: int = 1, node: int = 1) -> None:
     identity.task_id, identity.run_id, identity.node_id = run, run, node
 
 
-def node_name(node: Any) -> str:
-    """The name under which a node's key was registered; empty if it has none."""
-    return str(node.name) if node.HasField("name") else ""
-
-
 def run_client_task(app: Callable[..., Any]) -> None:
     """`flwr-clientapp` with `app` in the place of whatever app a run's bundle names: nothing of a bundle is unpacked
     or imported. The arguments are the process'."""
@@ -80,20 +75,20 @@ def run_server_task(app: Callable[..., Any]) -> None:
 
 
 def run_super_link(allowed: frozenset[str]) -> None:
-    """`flower-superlink`, whose Control interface (submit, stop, register keys) answers only the addresses in
-    `allowed`: by itself it asks nobody who they are. The arguments are the process'."""
+    """`flower-superlink`, which answers addresses that are not in `allowed` only as nodes, which sign what they ask:
+    of those who submit, stop, register keys or run tasks it asks nothing. The arguments are the process'."""
     middleware = import_module("starlette.middleware").Middleware
     extensions = import_module("flwr.superlink.extensions")
     usual = extensions.get_middleware
-    prefix = import_module("flwr.superlink.routers.control").router.prefix
-    if prefix != "/v1/control":
-        raise ContextError(f"has its control interface at {prefix!r}", where="flwr", remedy=f"pip install '{EXTRA}'")
+    prefix = import_module("flwr.superlink.routers.fleet.router").router.prefix
+    if prefix != "/v1/fleet":
+        raise ContextError(f"answers nodes at {prefix!r}", where="flwr", remedy=f"pip install '{EXTRA}'")
     _replace(extensions, "get_middleware", lambda: [middleware(OnlyFrom, allowed=allowed), *usual()])
     import_module("flwr.superlink.cli.flower_superlink").flower_superlink()
 
 
 class OnlyFrom:
-    """An ASGI middleware: from addresses not in `allowed`, all but what nodes and apps ask for is answered by 403."""
+    """An ASGI middleware: from addresses not in `allowed`, all but what nodes ask for is answered by 403."""
 
     def __init__(self, app: Any, *, allowed: frozenset[str]) -> None:
         self._app, self._allowed = app, allowed
@@ -101,7 +96,7 @@ class OnlyFrom:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         kind, path = scope["type"], str(scope.get("path", ""))
         host = (scope.get("client") or ("",))[0]
-        if kind != "lifespan" and not path.startswith(("/v1/fleet", "/v1/runtime")) and host not in self._allowed:
+        if kind != "lifespan" and not path.startswith("/v1/fleet/") and host not in self._allowed:
             await send({"type": "http.response.start", "status": 403, "headers": []})
             await send({"type": "http.response.body", "body": b""})
             return
