@@ -93,7 +93,8 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
     for raw in lines:
         line = _COLOURS.sub("", raw.decode("utf-8", "replace")).strip()
         if line.startswith(RESULT):
-            return Result.from_dict(from_json(line.removeprefix(RESULT), "the server's result"), where="server")
+            values = from_json(line.removeprefix(RESULT), "the server's result")
+            return Result.from_dict(values if isinstance(values, dict) else {}, where="server")
         if line.startswith(ERROR):
             told = from_json(line.removeprefix(ERROR), "the server's error")
             raise _error_of(told)

@@ -19,7 +19,7 @@ def start(
         output: where its output and errors go: a descriptor, or `subprocess.PIPE`; None: where those of this process go.
         own_session: it lives on when this process ends.
     """
-    return subprocess.Popen(  # noqa: S603 Flower's programs and ours, with what the user gave
+    return subprocess.Popen(  # noqa: S603 Flower's programs and ours, no shell
         list(line), env=None if environment is None else dict(environment), stdin=subprocess.DEVNULL, stdout=output,
         stderr=None if output is None else subprocess.STDOUT, start_new_session=own_session,
     )  # fmt: skip

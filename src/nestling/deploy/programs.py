@@ -26,7 +26,6 @@ from nestling.engines import flower_compat as compat
 
 POLL = "0.5"
 """Seconds between two looks for a task; Flower's own are 1. Each look costs a few milliseconds on both sides."""
-_ADDRESSES = ("127.", "::1", "localhost")
 
 
 def is_loopback(host: str) -> bool:
@@ -35,7 +34,11 @@ def is_loopback(host: str) -> bool:
     >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
     (True, False)
     """
-    return host.strip("[]").startswith(_ADDRESSES[:1]) or host.strip("[]") in _ADDRESSES[1:]
+    name = host.strip("[]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
 
 
 def is_everywhere(host: str) -> bool:

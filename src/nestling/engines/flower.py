@@ -30,6 +30,8 @@ CODE, DETAIL = "code", "detail"
 ROUND = "round"
 _STABLE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _LONGEST_DETAIL = 500
+_SHARE, _LONGEST_PAUSE = 0.05, 2.0
+"""A look costs both sides some milliseconds, so it may come late by this share of a round."""
 
 
 def to_record(body: bytes, kind: str = ROUND) -> RecordDict:
@@ -95,7 +97,7 @@ class FlowerEngine:
         sites: the node of each client; a node has one client, for it works on one message at a time.
         deadline: seconds for one exchange; 0: as long as it takes, which a node that hangs can make hours.
         stragglers: so many clients are not waited for once the others have replied.
-        poll: seconds between two looks at what has come.
+        poll: seconds between two looks at what has come; they grow to a twentieth of the time waited, up to 2.
 
     A client that has no reply has a `Failure`, of code
 
@@ -166,7 +168,9 @@ class FlowerEngine:
             nothing_else = len(waiting) == len(messages) and self._deadline > 0
             if not (asked.pending or (waiting and nothing_else)):
                 break
-            time.sleep(self._poll)
+            waited = time.monotonic() - began
+            pause = max(self._poll, min(_LONGEST_PAUSE, waited * _SHARE))
+            time.sleep(max(0.0, min(pause, self._deadline - waited)) if self._deadline else pause)
             if self._deadline and time.monotonic() - began >= self._deadline:  # with one last look at what has come
                 over = f"did not answer within {self._deadline:g} s"
         for identifier, client in asked.pending.items():

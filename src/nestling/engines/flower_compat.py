@@ -50,23 +50,24 @@ def pretend_task(*, run: int = 1, node: int = 1) -> None:
     identity.task_id, identity.run_id, identity.node_id = run, run, node
 
 
-def run_client_task(app: Callable[..., Any]) -> None:
-    """`flwr-clientapp` with `app` in the place of whatever app a run's bundle names: nothing of a bundle is unpacked
-    or imported. The arguments are the process'."""
+def run_client_task(load: Callable[[], Callable[..., Any]]) -> None:
+    """`flwr-clientapp` with the app that `load` returns in the place of whatever app a run's bundle names: nothing of a
+    bundle is unpacked or imported. It is loaded once the process has shown that it lives, for which Flower gives it a
+    minute. The arguments are the process'."""
     where = import_module("flwr.supernode.runtime.run_clientapp")
     _replace(where, "install_from_fab", lambda *_, **__: None)
-    _replace(where, "get_load_client_app_fn", lambda **_: lambda *__: app)
+    _replace(where, "get_load_client_app_fn", lambda **_: lambda *__: load())
     _replace(where, "install_app_dependencies", _refuse)
     import_module("flwr.supernode.cli.flwr_clientapp").flwr_clientapp()
 
 
-def run_server_task(app: Callable[..., Any]) -> None:
-    """`flwr-serverapp` with `app` in the place of whatever app a run's bundle names. The bundle is unpacked, for its
-    settings are read from there, and nothing of it is imported."""
+def run_server_task(load: Callable[[], Callable[..., Any]]) -> None:
+    """`flwr-serverapp` with the app that `load` returns in the place of whatever app a run's bundle names. The bundle is
+    unpacked, for its settings are read from there, and nothing of it is imported. The arguments are the process'."""
     where = import_module("flwr.superlink.runtime.run_serverapp")
 
     def run(*, grid: Any, context: Any, **_: Any) -> Any:
-        app(grid=grid, context=context)
+        load()(grid=grid, context=context)
         return context
 
     _replace(where, "run_", run)
