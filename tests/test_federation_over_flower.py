@@ -196,6 +196,7 @@ def test_no_code_of_a_bundle_is_run_anywhere(federation: Federation) -> None:
         env=environment, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert "nestling-error: " in done.stdout, done.stdout + done.stderr
+    assert "config: is empty" in done.stdout
     assert not place.exists()
 
 

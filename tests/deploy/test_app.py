@@ -85,6 +85,12 @@ def test_a_submitted_config_ends_in_the_state_of_a_run_in_process_to_the_bit(
     assert load_config(fed / "runs" / name / "config.toml").base.weights.startswith(str(fed / "bases"))
 
 
+def test_a_run_without_settings_is_no_run_by_the_defaults(tmp_path: Path) -> None:
+    for given in ({}, {"config": " \n"}):
+        with pytest.raises(ConfigError, match="is empty"):
+            run_over(Nodes(tmp_path, 0), server(tmp_path), given)
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     fed = server(tmp_path)
     with (fed / "run.lock").open("w") as other:

@@ -85,6 +85,8 @@ def run_over(grid: Grid, fed: Path, given: Mapping[str, object]) -> str:
             ) from error
         folder = _folder_to_resume(fed, str(given.get(RESUME, "")))
         source = (folder / "config.toml").read_text("utf-8") if folder else str(given.get(CONFIG, ""))
+        if not source.strip():  # it would be a run by the defaults
+            raise ConfigError("is empty", where="config", remedy="Submit with 'nestling submit CONFIG'.")
         config, hello, base = prepare(own_settings(parse_config(source, where="config"), fed, settings), fed)
         hello = dataclasses.replace(hello, fresh=folder is None)
         sites = gather(

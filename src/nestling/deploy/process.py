@@ -16,7 +16,7 @@ def start(
     Args:
         line: the program and its arguments.
         environment: in the place of this process'.
-        output: where its output and errors go: a descriptor, or `subprocess.PIPE`; None: where those of this process go.
+        output: where its output and errors go: a descriptor or `subprocess.PIPE`; None: to those of this process.
         own_session: it lives on when this process ends.
     """
     return subprocess.Popen(  # noqa: S603 Flower's programs and ours, no shell

@@ -62,7 +62,7 @@ def run_client_task(load: Callable[[], Callable[..., Any]]) -> None:
 
 
 def run_server_task(load: Callable[[], Callable[..., Any]]) -> None:
-    """`flwr-serverapp` with the app that `load` returns in the place of whatever app a run's bundle names. The bundle is
+    """`flwr-serverapp` with the app that `load` returns in the place of whatever app a run's bundle names. It is
     unpacked, for its settings are read from there, and nothing of it is imported. The arguments are the process'."""
     where = import_module("flwr.superlink.runtime.run_serverapp")
 
