@@ -180,13 +180,12 @@ def test_no_code_of_a_bundle_is_run_anywhere(federation: Federation) -> None:
     write_bundle(evil / "app", None)
     pyproject = evil / "app" / "pyproject.toml"
     pyproject.write_text(
-        pyproject.read_text().replace("nestling.deploy.app:server_app", "bad.code:app").replace(
-            "nestling.deploy.app:client_app", "bad.code:app"
+        pyproject.read_text().replace("nestling.deploy.app:server_app", "bad:app").replace(
+            "nestling.deploy.app:client_app", "bad:app"
         )
     )  # fmt: skip
-    (evil / "app" / "bad").mkdir()
-    (evil / "app" / "bad" / "__init__.py").write_text(EVIL.format(place=place))
-    (evil / "app" / "bad" / "code.py").write_text(EVIL.format(place=place))
+    # A module without a package: Flower's command, at whoever submits, looks for it and would import its packages.
+    (evil / "app" / "bad.py").write_text(EVIL.format(place=place))
     environment = programs.environment(evil, {})
     programs.write_connection(
         evil / "flower", server=f"127.0.0.1:{federation.port}", ca=federation.folder / "fed/certificates/ca.crt"
