@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("flwr") else ["src/nestling/engines/flower.py", "src/nestling/deploy/app.py"]
+_NEED_FLOWER = ("engines/flower", "deploy/app", "deploy/certificates", "deploy/keys", "deploy/sites")
+collect_ignore = [] if find_spec("flwr") else [f"src/nestling/{name}.py" for name in _NEED_FLOWER]
