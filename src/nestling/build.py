@@ -101,10 +101,17 @@ def build(
             clients are workers of this process.
         examples: how many training items all clients together hold, where they are not those found here.
 
-    Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other.
+    Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other, or need
+    what clients elsewhere keep.
     """
     config = resolve(config)
     if engine is not None:
+        if isinstance(config.adapter, MemoryConfig) and config.adapter.share == "gates":
+            raise ConfigError(
+                "leaves a trained part with each client, and the server has none to judge a state with",
+                where="adapter.share = gates",
+                remedy="Over many machines give rules.",
+            )
         config = dataclasses.replace(config, machine=dataclasses.replace(config.machine, workers=1))
     check_device(config.machine.device)
     task: ImageTask | NeedleTask

@@ -3,6 +3,7 @@
 import pytest
 from small import finished
 
+from nestling.cli.main import main
 from nestling.cli.submit import followed
 from nestling.core.errors import RunError, WireError
 from nestling.deploy.said import ERROR, LINE, RESULT
@@ -16,6 +17,24 @@ def test_lines_of_ours_are_shown_and_the_result_is_read(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "round=1/2 x\\u202e\n"
     followed((f"{line}\n".encode() for line in log), to_stderr=True)
     assert capsys.readouterr().out == ""
+
+
+def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ["\x1b[32m🎊 Successfully started run 18446744073709551615\x1b[0m", RESULT + to_json(finished()[1].to_dict())]
+    followed((f"{line}\n".encode() for line in log), to_stderr=False)
+    assert "submit --stop 18446744073709551615" in capsys.readouterr().out
+
+    programs = pytest.importorskip("nestling.deploy.programs")
+    said, asked = {"success": True, "run-id": "5"}, list[list[str]]()
+    monkeypatch.setattr(programs, "flwr", lambda folder, args: asked.append(args) or f"✋ Stopping\n{to_json(said)}")
+    stop = ["submit", "--stop", "5", "--server", "127.0.0.1:1", "--insecure"]
+    assert main(stop) == 0
+    assert asked == [["stop", "5", "nestling", "--format", "json"]]
+    said = {"success": False, "error-message": "no such run"}
+    assert main(stop) == 7
+    assert "no such run" in capsys.readouterr().err
 
 
 def test_an_error_there_is_the_error_here() -> None:

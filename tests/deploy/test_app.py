@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,17 @@ from small import config, images
 
 pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
+from flwr.app import Context, Message, MessageType, RecordDict
+
 from nestling.api import run
 from nestling.config.load import dump_config, load_config
-from nestling.config.schema import RunConfig
+from nestling.config.schema import LanguageConfig, MemoryConfig, NeedleConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, RunError
 from nestling.core.types import Failure
-from nestling.deploy.app import own_settings, run_over
-from nestling.deploy.folder import FedSettings, SiteSettings, make_private, write_settings
+from nestling.deploy import app
+from nestling.deploy.app import fed_folder, own_settings, run_over, site_folder
+from nestling.deploy.folder import FedSettings, SiteSettings, make_private, read_settings, write_settings
+from nestling.deploy.proxy import GRACE, START
 from nestling.deploy.warm import Site, outcome
 from nestling.engines import flower_compat as compat
 from nestling.engines.flower import from_record, kind_of, to_record, to_refusal
@@ -42,18 +47,22 @@ class Nodes:
         return [SimpleNamespace(node_id=node) for node in self.sites]
 
     def push_messages(self, messages: Iterable[Any]) -> list[str]:
+        ids = []
         for message in messages:
             node, body = message.metadata.dst_node_id, from_record(message.content)
             assert isinstance(body, bytes)
             answer = outcome(self.sites[node].answer, kind_of(message.content), body)
             self.count += 1
-            facts = SimpleNamespace(reply_to_message_id=f"m{self.count}", src_node_id=node)
+            ids.append(f"m{self.count}")
+            facts = SimpleNamespace(reply_to_message_id=ids[-1], src_node_id=node)
             record = to_refusal(answer) if isinstance(answer, Failure) else to_record(answer)
             self.waiting.append(SimpleNamespace(metadata=facts, content=record, has_error=lambda: False))
-        return [reply.metadata.reply_to_message_id for reply in self.waiting]
+        return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
-        come, self.waiting = self.waiting, []
+        ids = set(message_ids)
+        come = [reply for reply in self.waiting if reply.metadata.reply_to_message_id in ids]
+        self.waiting = [reply for reply in self.waiting if reply not in come]
         return come
 
 
@@ -78,11 +87,42 @@ def test_a_submitted_config_ends_in_the_state_of_a_run_in_process_to_the_bit(
     said = capsys.readouterr().out
     assert "nestling: round=2/2 clients=3/3" in said
     assert "waiting for the sites" in said
-    # and a run that is done is left alone when it is asked to go on
+    # and a run that is done is left alone when it is asked to go on, whatever sites there are
     name = Path(there["run_dir"]).name
-    assert json.loads(run_over(Nodes(tmp_path, 3), fed, {"resume": name}))["state_digest"] == here.state_digest
+    assert json.loads(run_over(Nodes(tmp_path, 0), fed, {"resume": name}))["state_digest"] == here.state_digest
     assert Path(there["run_dir"]).parent == fed / "runs"
     assert load_config(fed / "runs" / name / "config.toml").base.weights.startswith(str(fed / "bases"))
+
+
+def test_a_run_goes_on_to_the_bit_after_another_one_with_its_data_and_its_folder_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the sites keep of it is still there, and what lies elsewhere now is found."""
+    patience, engine = list[float](), app.FlowerEngine
+
+    def noted(*args: Any, ttl: float, **more: Any) -> Any:
+        patience.append(ttl)
+        return engine(*args, ttl=ttl, **more)
+
+    monkeypatch.setattr(app, "FlowerEngine", noted)
+    settings = config(tmp_path / "here")
+    settings = dataclasses.replace(settings, local=dataclasses.replace(settings.local, rule="ssi"))
+    fed, nodes = server(tmp_path), Nodes(tmp_path, 3)
+    there = json.loads(run_over(nodes, fed, {"config": dump_config(settings)}))
+    run_over(nodes, fed, {"config": dump_config(dataclasses.replace(settings, seed=1))})
+    fed = fed.rename(tmp_path / "moved")
+    write_settings(fed, FedSettings(str(shutil.copytree(images(), tmp_path / "data")), authenticated=False, device="x"))
+    folder = fed / "runs" / Path(there["run_dir"]).name
+    (folder / "status").write_text("running\n")
+    max((folder / "checkpoints").iterdir()).unlink()  # as if it had been killed in its last round
+    again = json.loads(run_over(nodes, fed, {"resume": folder.name}))
+    assert again["state_digest"] == there["state_digest"] == run(settings).state_digest
+    assert load_config(folder / "config.toml").task.path == str(tmp_path / "data")
+    assert patience == [START + GRACE + 3600] * 3
+    (folder / "status").write_text("running\n")
+    (folder / "command.txt").write_text("nestling run\n")
+    with pytest.raises(ConfigError, match="was not begun over these sites"):
+        run_over(nodes, fed, {"resume": folder.name})
 
 
 def test_a_run_without_settings_is_no_run_by_the_defaults(tmp_path: Path) -> None:
@@ -118,8 +158,79 @@ def test_a_config_chooses_no_path_of_the_servers(tmp_path: Path) -> None:
             run_over(Nodes(tmp_path, 0), fed, {"resume": name})
 
 
+def test_a_language_model_is_a_packaged_one_or_the_servers_own(tmp_path: Path) -> None:
+    def own(model: str, settings: FedSettings) -> str:
+        asked = RunConfig(task=NeedleConfig(), base=LanguageConfig(model=model), adapter=MemoryConfig())
+        return own_settings(asked, tmp_path, settings).base.model
+
+    for model in ("/etc", "meta/llama", "../x"):
+        with pytest.raises(ConfigError, match=r"not a packaged model. nestling serve … --model"):
+            own(model, FedSettings())
+    assert own("smollm2-135m", FedSettings()) == "smollm2-135m"
+    assert own("/etc", FedSettings(model="/models/mine")) == "/models/mine"
+
+
 def test_a_site_that_refuses_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3)
     (tmp_path / "s1" / "pinned").write_text("f" * 64)
     with pytest.raises(ContextError, match="this site has agreed to ffffffffffff"):
         run_over(nodes, server(tmp_path), {"config": dump_config(config(tmp_path))})
+
+
+def context(node: dict[str, Any], settings: dict[str, Any]) -> Context:
+    return Context(run_id=1, node_id=7, node_config=node, state=RecordDict(), run_config=settings)
+
+
+def test_under_plain_flower_each_side_has_a_folder_in_flowers_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv(app.FED, raising=False)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setenv(app.DATA, "/srv/held-out")
+    with pytest.raises(ConfigError, match="is empty"):
+        app.main(Nodes(tmp_path, 0), context({}, {"config": ""}))
+    assert "nestling-error: " in capsys.readouterr().out
+    assert read_settings(FedSettings, tmp_path / "nestling" / "fed").data == "/srv/held-out"
+    monkeypatch.setenv(app.FED, str(tmp_path / "own"))
+    assert fed_folder() == tmp_path / "own"
+
+    killed = list[Path]()
+    monkeypatch.setattr(app, "kill", killed.append)
+    folders = [site_folder({"partition-id": n, "num-partitions": 3, "data-path": "/a"}) for n in (0, 1)]
+    assert folders == [tmp_path / "nestling" / "site-0", tmp_path / "nestling" / "site-1"]
+    assert [read_settings(SiteSettings, f) for f in folders] == [SiteSettings(0, "/a"), SiteSettings(1, "/a")]
+    assert site_folder({"partition-id": 1}) == folders[1]
+    assert killed == [folders[1]]  # whose worker has the data of before
+    assert site_folder({"partition-id": 1, "site": "/own"}) == Path("/own")
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / ("long" * 25)))
+    with pytest.raises(ConfigError, match="too long a path"):
+        site_folder({"partition-id": 0})
+
+
+@pytest.mark.parametrize(
+    "node", [{}, {"partition-id": -1}, {"partition-id": "0"}, {"partition-id": True}, {"partition-id": 0.0},
+             {"partition-id": 0, "data-path": 7}],
+)  # fmt: skip
+def test_a_node_that_says_not_who_it_is_answers_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    message = Message(to_record(b"{}", "hello"), 7, MessageType.TRAIN)
+    message.metadata.__dict__["_message_id"] = "m"
+    told = from_record(app.train(message, context(node, {})).content)
+    assert isinstance(told, Failure)
+    assert told.code == "config"
+    assert "partition-id=0" in told.detail
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("node", [{"site": "/srv/ward-7"}, {"partition-id": 0}])
+def test_what_is_wrong_with_a_sites_folder_is_told_without_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "ward-7"))
+    (tmp_path / "ward-7").touch()  # no folder
+    message = Message(to_record(b"{}", "hello"), 7, MessageType.TRAIN)
+    message.metadata.__dict__["_message_id"] = "m"
+    told = from_record(app.train(message, context(node, {})).content)
+    assert told == Failure("config", "raised ConfigError; see the log at the site")

@@ -1,6 +1,8 @@
 """A site trains what the server asks on its own data, keeps what is its own, and refuses what it has not agreed to."""
 
 import dataclasses
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +11,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+import torch
 from small import config, images
 
 from nestling.build import Parts, build
@@ -17,7 +21,7 @@ from nestling.config.load import dump_config
 from nestling.config.schema import LanguageConfig, MachineConfig, MemoryConfig, NeedleConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.core.types import Failure
-from nestling.deploy import proxy
+from nestling.deploy import proxy, warm
 from nestling.deploy.folder import SiteSettings, make_private, write_settings
 from nestling.deploy.protocol import Hello, Ready, count_pieces, read, to_piece, write
 from nestling.deploy.warm import Site, outcome
@@ -36,7 +40,16 @@ def parts(rule: str = "plain") -> tuple[RunConfig, Parts, bytes]:
 def hello(rule: str = "plain", **changes: object) -> Hello:
     made, built, base = parts(rule)
     told = dataclasses.replace(made, machine=MachineConfig(), task=dataclasses.replace(made.task, path=""))
-    return dataclasses.replace(Hello(dump_config(told), built.base_hash, count_pieces(base), True), **changes)
+    return dataclasses.replace(Hello(dump_config(told), built.base_hash, count_pieces(base), run_name(0)), **changes)
+
+
+def run_name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def kept(folder: Path, number: int = 0) -> list[int]:
+    """The rounds of which a site has what its client kept in that run."""
+    return sorted(int(path.stem[6:]) for path in (folder / "kept" / run_name(number)).glob("round-*"))
 
 
 def settle(folder: Path, **settings: object) -> Path:
@@ -57,27 +70,65 @@ def test_a_reply_is_to_the_bit_that_of_a_client_in_the_servers_process(tmp_path:
     _, here, base = parts(rule)
     here.workers[0].kept.clear()
     ready = meet(Site(settle(tmp_path)), hello(rule), base)
-    assert ready == Ready(1, True, here.task.examples(1), 0)
+    assert ready == Ready(1, True, here.task.examples(1), 0, 3600)
     for number in (1, 2, 3):
         message = here.server.broadcast(number)
         reply = Site(tmp_path).answer("round", message)
         assert reply == here.workers[0].handle(1, message)
         assert reply == Site(tmp_path).answer("round", message), "asked twice, it answers the same"
-    assert len(list((tmp_path / "kept").glob("*"))) == (2 if rule == "ssi" else 0)
+    assert kept(tmp_path) == ([1, 2, 3] if rule == "ssi" else [])
 
 
-def test_a_new_run_begins_without_what_the_last_one_left_and_a_resumed_one_with_it(tmp_path: Path) -> None:
+def test_each_run_has_what_it_kept_itself_whatever_came_between(tmp_path: Path) -> None:
+    _, here, base = parts("ssi")
+    site, messages = Site(settle(tmp_path)), [here.server.broadcast(n) for n in range(6)]
+    meet(site, hello("ssi"), base)
+    replies = [site.answer("round", messages[n]) for n in (1, 2)]
+    meet(site, hello("ssi", run=run_name(1)), base)
+    assert kept(tmp_path) == [0, 1, 2]  # a hello deletes nothing
+    assert site.answer("round", messages[2]) != replies[1], "it begins with nothing"
+    for number in (3, 4, 5):
+        site.answer("round", messages[number])
+    meet(site, hello("ssi"), base)
+    assert site.answer("round", messages[2]) == replies[1]
+    assert (kept(tmp_path), kept(tmp_path, 1)) == ([0, 1, 2], [3, 4, 5])
+
+
+def test_a_round_that_is_done_again_ends_what_came_after_it(tmp_path: Path) -> None:
+    _, here, base = parts("ssi")
+    site, messages = Site(settle(tmp_path)), [here.server.broadcast(n) for n in range(6)]
+    meet(site, hello("ssi"), base)
+    replies = [site.answer("round", messages[n]) for n in range(1, 6)]
+    assert kept(tmp_path) == [3, 4, 5]
+    meet(site, hello("ssi"), base)
+    assert site.answer("round", messages[4]) == replies[3]
+    assert kept(tmp_path) == [3, 4]
+    for number in (1, 3):  # what it would begin with is gone, and it does not begin with something else
+        with pytest.raises(ContextError, match=f"before round {number} is not here any more"):
+            site.answer("round", messages[number])
+    assert kept(tmp_path) == [3, 4]
+
+
+def test_old_runs_are_forgotten_one_by_one_and_not_gone_on_with_as_if_they_were_new(tmp_path: Path) -> None:
     _, here, base = parts("ssi")
     site = Site(settle(tmp_path))
-    meet(site, hello("ssi"), base)
-    first = site.answer("round", here.server.broadcast(1))
-    second = site.answer("round", here.server.broadcast(2))
-    meet(site, hello("ssi", fresh=False), base)
-    assert site.answer("round", here.server.broadcast(2)) == second
-    meet(site, hello("ssi"), base)
-    assert list((tmp_path / "kept").glob("*")) == []
-    assert site.answer("round", here.server.broadcast(2)) != second
-    assert site.answer("round", here.server.broadcast(1)) == first
+    for number in range(8):
+        site._kept = tmp_path / "kept" / run_name(number)
+        site._keep({"x": np.float32([number])}, 5)
+        os.utime(site._kept, (number, number))
+    assert all(kept(tmp_path, number) == [0, 5] for number in range(8))
+    meet(site, hello("ssi", run=run_name(8)), base)
+    site.answer("round", here.server.broadcast(1))
+    assert [kept(tmp_path, number) for number in (0, 1, 7, 8)] == [[], [0, 5], [0, 5], [0, 1]]
+    meet(site, hello("ssi", run=run_name(0)), base)
+    with pytest.raises(ContextError, match="not here any more"):
+        site.answer("round", here.server.broadcast(6))
+
+
+@pytest.mark.parametrize("name", ["../../bases", "F" * 32, "0" * 31, ""])
+def test_a_runs_name_that_is_none_names_no_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WireError, match="no name of a run"):
+        Site(settle(tmp_path)).answer("hello", write(hello(run=name)))
 
 
 def test_the_base_comes_once_and_another_one_is_refused_until_the_user_says_so(tmp_path: Path) -> None:
@@ -103,6 +154,33 @@ def test_a_base_that_is_not_what_was_said_is_neither_used_nor_kept(tmp_path: Pat
     assert not (tmp_path / "pinned").exists()
     with pytest.raises(ContextError, match="has not been told"):
         site.answer("round", b"")
+
+
+def test_a_site_that_lacks_its_data_says_so_and_not_where_it_lies_and_keeps_the_base(tmp_path: Path) -> None:
+    _, _, base = parts()
+    secret = tmp_path / "patients of ward 7"
+    site = Site(settle(tmp_path / "s", data=str(secret)))
+    for _ in range(2):  # the base comes, and is there the second time
+        told = outcome(lambda kind, body: write(meet(site, hello(), base)), "", b"")
+        assert isinstance(told, Failure)
+        assert told.code == "context"
+        assert "data, base or device" in told.detail
+        assert "ward" not in told.detail
+        assert "/" not in told.detail
+        assert len(list((tmp_path / "s" / "bases").glob("*.safetensors"))) == 1
+    shutil.copytree(images(), secret)
+    assert read(Ready, site.answer("hello", write(hello()))).ready
+    damaged = next((tmp_path / "s" / "bases").glob("*.safetensors"))
+    damaged.write_bytes(base[:-9])
+    with pytest.raises(ContextError, match="data, base or device"):
+        site.answer("hello", write(hello()))
+    assert meet(site, hello(), base).ready  # it was deleted, so it is sent again
+    pinned = tmp_path / "s" / "pinned"
+    pinned.unlink()
+    pinned.symlink_to("elsewhere")
+    pinned.with_name("elsewhere").touch()
+    told = outcome(site.answer, "hello", write(hello()))
+    assert told == Failure("damaged", "raised WireError; see worker.log at the site")
 
 
 @pytest.mark.parametrize("hashed", ["../../etc/passwd", "F" * 64, "0" * 63, ""])
@@ -225,6 +303,48 @@ def test_a_call_that_hangs_is_ended_and_the_next_one_is_answered(monkeypatch: py
         assert time.monotonic() - began < proxy.GRACE, "it ended itself"
         assert proxy.call(folder, "hello", b"again") == b"again"
         proxy.kill(folder)
+
+
+def test_a_worker_that_is_busy_is_waited_for_and_if_it_dies_another_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller is gone, as when Flower's process for a message is killed: it listens, and does not answer."""
+    with TemporaryDirectory(prefix="nestling-") as short:
+        folder = settle(Path(short) / "s", limit=2.0)
+        monkeypatch.setattr(
+            proxy, "_start", lambda site: subprocess.Popen([sys.executable, "-c", HANGS, str(site)], stderr=-3)
+        )
+        assert proxy.call(folder, "hello", b"here") == b"here"
+        gone = proxy._connected(folder)
+        assert not isinstance(gone, Failure)
+        gone.send_bytes(proxy.frame({"kind": "round"}, b""))
+        gone.close()
+        monkeypatch.setattr(proxy, "START", 0.2)
+        assert proxy.call(folder, "hello", b"") == Failure("busy", "the worker is still at work on an earlier message")
+        monkeypatch.setattr(proxy, "START", 300.0)
+        assert proxy.call(folder, "hello", b"again") == b"again"
+        silent = proxy._connected(folder)  # it says nothing, and does not hold the worker for ever
+        assert not isinstance(silent, Failure)
+        assert proxy.call(folder, "hello", b"once more") == b"once more"
+        silent.close()
+        proxy.kill(folder)
+
+
+def test_a_worker_is_this_package_wherever_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` alone would import a folder `nestling` from where the command was typed."""
+    lines: list[list[str]] = []
+    monkeypatch.setattr(proxy, "start", lambda line, **_: lines.append(line) or subprocess.Popen(["true"]))
+    proxy._start(settle(tmp_path)).wait()
+    assert lines[0][1:4] == ["-P", "-m", "nestling.deploy.warm"]
+
+
+def test_a_workers_threads_are_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(warm, "serve", lambda folder: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for number in (1, 3):
+        monkeypatch.setattr(sys, "argv", ["warm", str(settle(tmp_path, threads=number))])
+        warm.main()
+    assert threads == [1, 3]
 
 
 def test_a_worker_that_cannot_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,17 +51,20 @@ def silent(node: int, identifier: str, body: bytes) -> list[Reply]:
 
 
 class Grid:
-    """Nodes as functions; a reply can be pulled once, by its message's identifier, or as a stray with any."""
+    """Nodes as functions; what one sends can be pulled once, by its message's identifier, whatever it says itself."""
 
     def __init__(self, **nodes: Node) -> None:
         self.nodes = {node: nodes.get(f"n{node}", echo) for node in SITES.values()}
         self.offline: set[int] = set()
-        self.waiting: list[Reply] = []
+        self.since = dict.fromkeys(SITES.values(), "noon")
+        self.waiting: list[tuple[str, Any]] = []
         self.pushed: list[tuple[int, bytes]] = []
+        self.lives = set[float]()
         self.refuse = 0
 
     def get_nodes(self) -> list[Any]:
-        return [SimpleNamespace(node_id=node) for node in self.nodes if node not in self.offline]
+        there = (node for node in self.nodes if node not in self.offline)
+        return [SimpleNamespace(node_id=node, last_activated_at=self.since[node]) for node in there]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str | None]:
         identifiers: list[str | None] = []
@@ -74,13 +77,21 @@ class Grid:
                 continue
             identifiers.append(f"m{len(self.pushed)}")
             self.pushed.append((node, body))
-            self.waiting += self.nodes[node](node, str(identifiers[-1]), body)
+            self.lives.add(message.metadata.ttl)
+            self.come(str(identifiers[-1]), *self.nodes[node](node, str(identifiers[-1]), body))
         return identifiers
 
+    def come(self, identifier: str, *replies: Any) -> None:
+        self.waiting += [(identifier, reply) for reply in replies]
+
     def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
-        assert len(list(message_ids)) == len(set(message_ids)) > 0
-        come, self.waiting = self.waiting, []
-        return come
+        wanted = list(message_ids)
+        assert len(wanted) == len(set(wanted)) > 0
+        taken = [reply for identifier, reply in self.waiting if identifier in wanted]
+        self.waiting = [(identifier, reply) for identifier, reply in self.waiting if identifier not in wanted]
+        if any(isinstance(reply, Exception) for reply in taken):  # what came with it is lost
+            raise next(reply for reply in taken if isinstance(reply, Exception))
+        return taken
 
 
 def exchange(grid: Grid, **settings: float) -> dict[int, bytes | Failure]:
@@ -135,6 +146,10 @@ def twice_otherwise(node: int, identifier: str, body: bytes) -> list[Reply]:
     [
         (silent, "late"),
         (error(5), "node_lost"),
+        (error(3), "late"),
+        (lambda node, identifier, body: [KeyError("no such object")], "malformed_reply"),
+        (lambda node, identifier, body: [to_record(body)], "malformed_reply"),
+        (lambda node, identifier, body: [Reply(Error(5, "gone"), to="m0", sender=node)], "misaddressed"),
         (error(2), "client_error"),
         (error(8), "client_error"),
         (error(99), "client_error"),
@@ -201,7 +216,7 @@ def test_an_answer_that_comes_too_late_counts_for_nothing_and_frees_its_node() -
     engine = FlowerEngine(grid, SITES, deadline=0.05, poll=0.005)
     engine.exchange(MESSAGES)
     (identifier,) = engine._owed
-    grid.waiting = [Reply(to_record(b"of round 1"), to=identifier, sender=90)]
+    grid.come(identifier, Reply(to_record(b"of round 1"), to=identifier, sender=90))
     grid.nodes[90] = echo
     assert engine.exchange(MESSAGES) == good()
     assert engine.busy == []
@@ -212,7 +227,7 @@ def test_an_error_of_flower_frees_a_node_as_well() -> None:
     engine = FlowerEngine(grid, SITES, deadline=0.05, poll=0.005)
     engine.exchange(MESSAGES)
     (identifier,) = engine._owed
-    grid.waiting = [Reply(Error(3, "expired"), to=identifier, sender=SERVER)]
+    grid.come(identifier, Reply(Error(3, "expired"), to=identifier, sender=SERVER))
     grid.nodes[90] = echo
     assert engine.exchange(MESSAGES) == good()
 
@@ -223,26 +238,45 @@ def test_a_node_that_is_free_again_while_others_work_still_takes_part() -> None:
     engine.exchange(MESSAGES)
     (identifier,) = engine._owed
     engine._deadline, grid.nodes[90] = 30.0, echo
-    pulls = 0
-    usual = grid.pull_messages
+    usual, held, looks = grid.pull_messages, list[str](), list[int]()
 
     def pull(identifiers: Iterable[str]) -> list[Any]:
-        nonlocal pulls
-        pulls += 1
-        if pulls == 3:
-            return [*echo(70, held, MESSAGES[7]), Reply(to_record(b"late"), to=identifier, sender=90)]
+        if list(identifiers) == held:
+            looks.append(1)
+            if len(looks) == 3:
+                grid.come(held[0], *echo(70, held[0], MESSAGES[7]))
+                grid.come(identifier, Reply(to_record(b"late"), to=identifier, sender=90))
         return usual(identifiers)
 
-    held = ""
-
     def hold(node: int, identifier: str, body: bytes) -> list[Reply]:
-        nonlocal held
-        held = identifier
+        held.append(identifier)
         return []
 
-    grid.nodes[70], grid.pull_messages = hold, pull
+    grid.nodes[70], grid.pull_messages = hold, pull  # type: ignore[method-assign]
     # The third look brings both the last reply and the old answer: the node that is free is asked, and waited for.
     assert engine.exchange(MESSAGES) == good()
+
+
+def test_where_all_others_are_gone_those_that_owe_an_answer_are_waited_for() -> None:
+    grid = Grid(**dict.fromkeys(("n70", "n30", "n10"), silent))
+    engine = FlowerEngine(grid, SITES, deadline=0.02, poll=0.005)
+    engine.exchange(MESSAGES)
+    grid.offline = {90}
+    asked = [identifier for identifier, client in engine._owed.items() if client == 3]
+    grid.nodes[30] = echo
+    pull, looks = grid.pull_messages, []
+
+    def late(message_ids: Iterable[str]) -> list[Any]:
+        looks.append(1)
+        if len(looks) == 4:  # its old answer comes while there is nobody else to wait for
+            grid.come(asked[0], *echo(30, asked[0], b"old"))
+        return pull(message_ids)
+
+    grid.pull_messages = late  # type: ignore[method-assign]
+    engine._deadline = 5
+    answers = engine.exchange(MESSAGES)
+    assert answers[3] == b"from 30: to 3"
+    assert {c: a.code for c, a in answers.items() if isinstance(a, Failure)} == {7: "busy", 1: "busy", 9: "node_lost"}
 
 
 def test_stragglers_are_not_waited_for_once_the_others_have_replied() -> None:
@@ -250,6 +284,74 @@ def test_stragglers_are_not_waited_for_once_the_others_have_replied() -> None:
     replies = exchange(grid, stragglers=1, deadline=0.0)  # no deadline: it would wait for ever
     assert replies[9] == Failure("late", "client 9 was slower than the 3 that were enough")
     assert {c: r for c, r in replies.items() if c != 9} == good((7, 3, 1))
+
+
+def test_more_replies_in_one_look_than_are_enough_are_enough() -> None:
+    replies = exchange(Grid(n90=silent), stragglers=2, deadline=0.0)  # no deadline: it would wait for ever
+    assert replies[9] == Failure("late", "client 9 was slower than the 3 that were enough")
+
+
+@pytest.mark.parametrize("stragglers", [1, 2])
+def test_where_all_may_be_stragglers_all_are_asked_and_waited_for(stragglers: int) -> None:
+    grid = Grid()
+    engine = FlowerEngine(grid, SITES, deadline=5.0, stragglers=stragglers, poll=0.005)
+    assert engine.exchange({7: MESSAGES[7]}) == good([7])
+
+
+def test_a_reply_that_cannot_be_read_takes_no_other_with_it_and_the_server_that_is_gone_ends_the_run() -> None:
+    import httpx
+
+    grid = Grid(n30=lambda *_: [ValueError("garbage")])
+    replies = exchange(grid)
+    assert replies[3] == Failure("malformed_reply", "client 3: cannot be read (ValueError)")
+    assert {c: r for c, r in replies.items() if c != 3} == good((7, 9, 1))
+    with pytest.raises(httpx.ConnectError):
+        exchange(Grid(n30=lambda *_: [httpx.ConnectError("gone")]))
+
+
+def test_a_message_lives_as_long_as_it_is_told() -> None:
+    grid = Grid()
+    FlowerEngine(grid, SITES, ttl=77.0, poll=0.005).exchange(MESSAGES)
+    assert grid.lives == {77.0}
+
+
+def test_a_node_that_began_anew_has_lost_its_message_and_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Grid(n90=silent, n30=silent)
+    engine = FlowerEngine(grid, SITES, deadline=0.05, poll=0.005)
+    engine.exchange(MESSAGES)
+    assert engine.busy == [3, 9]
+    grid.since[90], grid.nodes[90] = "one o'clock", echo  # between two exchanges
+    replies = engine.exchange(MESSAGES)
+    assert {c: r for c, r in replies.items() if c != 3} == good((7, 9, 1))
+    assert replies[3].code == "busy"
+
+    monkeypatch.setattr("nestling.engines.flower._LOOK_AT_NODES", 0.0)
+
+    def restart(node: int, identifier: str, body: bytes) -> list[Reply]:
+        grid.since[node] = "two o'clock"
+        return []
+
+    grid.nodes[90] = restart
+    engine = FlowerEngine(grid, SITES, poll=0.005)  # no deadline: it would wait for ever
+    assert engine.exchange({9: MESSAGES[9]}) == {9: Failure("node_lost", "client 9: its site has begun anew")}
+
+
+def test_what_a_node_answered_before_it_began_anew_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestling.engines.flower._LOOK_AT_NODES", 0.0)
+    grid = Grid()
+
+    def answer_and_restart(node: int, identifier: str, body: bytes) -> list[Reply]:
+        grid.since[node] = "one o'clock"
+        return echo(node, identifier, body)
+
+    grid.nodes[90] = answer_and_restart
+    assert exchange(grid) == good()
+
+
+def test_flower_says_since_when_a_node_is_connected() -> None:
+    from flwr.proto.node_pb2 import NodeInfo
+
+    assert "last_activated_at" in NodeInfo.DESCRIPTOR.fields_by_name
 
 
 def test_two_clients_cannot_have_one_node() -> None:

@@ -31,6 +31,8 @@ class ServeCommand:
     """Addresses besides this machine's own from which runs may be submitted and keys registered."""
     data: str = ""
     """Where the held-out items lie, in the place of task.path."""
+    model: str = ""
+    """For language runs: the model on this machine, in the place of base.model."""
     device: str = "cpu"
     wait: float = 300.0
     """Seconds to wait for the sites before a run is given up."""
@@ -44,27 +46,33 @@ def serve(args: Sequence[str]) -> int:
     from nestling.deploy import programs
     from nestling.deploy.folder import FedSettings, make_private, write_settings
 
-    programs.check_secure(c.host, insecure=c.insecure)
+    host = c.host.strip("[]")
+    programs.check_secure(host, insecure=c.insecure)
+    allowed = ["127.0.0.1", "::1", *programs.check_addresses(c.control)]
     fed = make_private(Path(c.dir).resolve())
     programs.write_programs(fed)
-    write_settings(fed, FedSettings(_resolved(c.data), c.device, c.wait, not c.insecure))
-    everywhere = programs.is_everywhere(c.host)
+    settings = FedSettings(
+        _resolved(c.data), device=c.device, wait=c.wait, authenticated=not c.insecure, model=_model(c.model)
+    )
+    write_settings(fed, settings)
+    everywhere = programs.is_everywhere(host)
     ca = None
     if not c.insecure:
-        from nestling.deploy.certificates import make_certificates, names_of
+        from nestling.deploy.certificates import is_good, make_certificates
 
         ca = fed / "certificates"
-        names = [*c.name, *([] if everywhere else [c.host])]
-        if not names_of(ca) or not {*names, "127.0.0.1"} <= set(names_of(ca)):
+        names = [*c.name, *([] if everywhere else [host])]
+        if not is_good(ca, names):
             make_certificates(ca, names)
         if everywhere and not c.name:
             print("nestling: the certificate is for this machine alone; give --name for others", file=sys.stderr)
-    here = f"127.0.0.1:{c.port}" if everywhere else f"{c.host}:{c.port}"
-    environment = programs.environment(fed, {"NESTLING_FED": str(fed)})
+    loopback = "::1" if ":" in host else "127.0.0.1"
+    here = programs.join_address(loopback if everywhere else host, c.port)
+    # Nothing is downloaded because a run says so.
+    environment = programs.environment(fed, {"NESTLING_FED": str(fed), "HF_HUB_OFFLINE": "1"})
     programs.write_connection(fed / "flower", server=here, ca=ca / "ca.crt" if ca else None)
-    allowed = ["127.0.0.1", "::1", *([] if everywhere else [c.host]), *c.control]
-    line = programs.super_link(fed, host=c.host, port=c.port, certificates=ca, control=allowed)
-    print(f"nestling: serving at {c.host}:{c.port} from {fed}")
+    line = programs.super_link(fed, host=host, port=c.port, certificates=ca, control=allowed)
+    print(f"nestling: serving at {programs.join_address(host, c.port)} from {fed}")
     if ca:
         print(
             f"nestling: sites need {ca / 'ca.crt'}, and their keys: nestling keys add SITE.pub --client N --dir {c.dir}"
@@ -98,6 +106,8 @@ class JoinCommand:
     """Seconds after which a call is taken to hang, and ended."""
     idle: float = 1800.0
     """Seconds without a call after which the worker frees its memory."""
+    threads: int = 1
+    """The worker's; more are faster for a large model, and may give other bits than a run in one process."""
     new_base: bool = False
     """Agree to another base than the one this site has met first."""
     insecure: bool = False
@@ -108,28 +118,29 @@ def join(args: Sequence[str]) -> int:
     """`nestling join`; returns Flower's exit code."""
     c = tyro.cli(tyro.conf.FlagCreatePairsOff[JoinCommand], args=list(args), prog="nestling join")
     from nestling.deploy import programs, proxy
-    from nestling.deploy.folder import LONGEST_SOCKET, SiteSettings, make_private, write_settings
+    from nestling.deploy.folder import LONGEST_SOCKET, SiteSettings, make_private, only_one, write_settings
 
     programs.check_secure(programs.split_address(c.server)[0], insecure=c.insecure)
     ca, key = _credentials(c.ca, c.key, insecure=c.insecure)
-    if c.client < 0 or c.limit <= 0 or c.idle <= 0:
-        raise ConfigError("is negative, or nothing", where="--client, --limit or --idle", remedy="Give 0, 1, 2, …")
+    settings = SiteSettings(
+        c.client, _resolved(c.data), c.whole, _model(c.model), c.device, c.limit, c.idle, threads=c.threads
+    )
     site = make_private(Path(c.dir).resolve())
     if len(str(site / proxy.SOCKET).encode()) > LONGEST_SOCKET:
         raise ConfigError("is too long a path for a socket", where="--dir", remedy="Give a folder nearer to the root.")
-    if proxy.is_alive(site):
-        proxy.kill(site)  # of an earlier 'join', with its settings
-    if c.new_base:
-        (site / "pinned").unlink(missing_ok=True)
-    programs.write_programs(site)
-    settings = SiteSettings(c.client, _resolved(c.data), c.whole, _model(c.model), c.device, c.limit, c.idle)
-    write_settings(site, settings)
-    line = programs.super_node(site, server=c.server, ca=ca, key=key, port=_free_port())
-    print(f"nestling: client {c.client} joins {c.server} from {site}", flush=True)
-    try:
-        return programs.run_until_ended(line, programs.environment(site, {}))
-    finally:
-        proxy.kill(site)
+    with only_one(site / "join.lock", "another 'nestling join' is at work in it", where=str(site)):
+        if proxy.is_alive(site):
+            proxy.kill(site)  # of an earlier 'join', with its settings
+        if c.new_base:
+            (site / "pinned").unlink(missing_ok=True)
+        programs.write_programs(site)
+        write_settings(site, settings)
+        line = programs.super_node(site, server=c.server, ca=ca, key=key, port=_free_port())
+        print(f"nestling: client {c.client} joins {c.server} from {site}", flush=True)
+        try:
+            return programs.run_until_ended(line, programs.environment(site, {}))
+        finally:
+            proxy.kill(site)
 
 
 def _credentials(ca: str, key: str, *, insecure: bool) -> tuple[Path | None, Path | None]:

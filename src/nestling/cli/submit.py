@@ -17,6 +17,7 @@ from nestling.runs.files import from_json, printable
 from nestling.runs.result import Result
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_STARTED = re.compile(r"Successfully started run (\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +47,24 @@ class ResumeThere:
     json: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class StopThere:
+    """End a run on the server; its last finished round is kept, and --resume goes on from there."""
+
+    stop: int
+    """The run's number, which 'nestling submit' shows first."""
+    server: str = ""
+    ca: str = ""
+    insecure: bool = False
+
+
 def submit(args: Sequence[str]) -> int:
-    """`nestling submit CONFIG …`, or `nestling submit --resume RUN …`; returns the exit code of the run."""
-    command: SubmitCommand | ResumeThere
+    """`nestling submit CONFIG …`, `--resume RUN …` or `--stop NUMBER …`; returns the exit code of the run."""
+    command: SubmitCommand | ResumeThere | StopThere
     if args and args[0] == "--resume":
         command = tyro.cli(tyro.conf.FlagCreatePairsOff[ResumeThere], args=list(args), prog="nestling submit")
+    elif args and args[0] == "--stop":
+        command = tyro.cli(tyro.conf.FlagCreatePairsOff[StopThere], args=list(args), prog="nestling submit")
     else:
         command = read_command(SubmitCommand, args, verb="submit")
     from nestling.deploy import bundle, programs
@@ -66,6 +80,12 @@ def submit(args: Sequence[str]) -> int:
         programs.write_connection(
             here / "flower", server=command.server, ca=None if command.insecure else Path(command.ca).resolve()
         )
+        if isinstance(command, StopThere):
+            from nestling.deploy.keys import answer
+
+            answer(programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"]))
+            print(f"nestling: run {command.stop} is stopped")
+            return 0
         resumed = command.resume if isinstance(command, ResumeThere) else ""
         bundle.write_bundle(here / "run", None if resumed else command.config, resume=resumed)  # type: ignore[union-attr]
         process = programs.follow(here, ["run", str(here / "run"), "nestling", "--stream"])
@@ -73,7 +93,7 @@ def submit(args: Sequence[str]) -> int:
         try:
             result = followed(process.stdout, to_stderr=command.json)
         except KeyboardInterrupt:
-            print("nestling: the run goes on at the server; 'flwr stop' ends it", file=sys.stderr)
+            print("nestling: the run goes on at the server; 'nestling submit --stop' ends it", file=sys.stderr)
             raise
         finally:
             process.terminate()
@@ -100,6 +120,8 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
             raise _error_of(told)
         if line.startswith(LINE):
             print(printable(line.removeprefix(LINE)), file=stream, flush=True)
+        elif started := _STARTED.search(line):
+            print(f"run {started[1]}; 'nestling submit --stop {started[1]} …' ends it", file=stream, flush=True)
         elif words := line.strip("│╭╮╰╯─ "):
             last = f"{last} {printable(words)}"[-300:].lstrip()
     raise RunError(f"the run's log ended without a result ({last})", where="server", remedy="See the server's output.")

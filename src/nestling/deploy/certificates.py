@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -28,6 +29,8 @@ CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 YEARS = datetime.timedelta(days=3650)
 SERVER_LIFE = datetime.timedelta(days=825)
 """Longer ones are refused by some systems."""
+RENEW = datetime.timedelta(days=60)
+"""A certificate with less of its life left is made anew at the server's next start."""
 
 
 def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
@@ -37,15 +40,21 @@ def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
         folder: made with mode 0700; the keys have 0600.
         hosts: names and addresses under which sites reach the server; localhost is always among them.
 
-    Raises `ConfigError` for a name that cannot be one.
+    Raises `ConfigError` for a name that cannot be one, or if the authority that is there has lost its key: a new one
+    would be trusted by no site.
     """
     make_private(folder)
     names = [_name(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"])]
     now = datetime.datetime.now(datetime.UTC)
-    if (folder / CA).is_file() and (folder / CA_KEY).is_file():
+    if (folder / CA).is_file():
         ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
-        key = load_pem_private_key((folder / CA_KEY).read_bytes(), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        key = _read_key(folder / CA_KEY)
+        if key is None or key.public_key() != ca.public_key():
+            raise ConfigError(
+                f"is missing, or is not that of {CA}",
+                where=str(folder / CA_KEY),
+                remedy=f"Put its copy back. Without one: remove {folder}, and give the new {CA} to every site.",
+            )
     else:
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Nestling federation")])
@@ -81,6 +90,30 @@ def names_of(folder: Path) -> list[str]:
     certificate = x509.load_pem_x509_certificate((folder / SERVER).read_bytes())
     found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(each.value) for each in found]
+
+
+def is_good(folder: Path, hosts: Sequence[str]) -> bool:
+    """Whether the server's certificate is there, with its key, from the authority there, for these names and addresses
+    and this machine, and for some time to come."""
+    names = names_of(folder)
+    key = _read_key(folder / SERVER_KEY)
+    if not names or key is None or not (folder / CA).is_file() or not {*hosts, "127.0.0.1"} <= set(names):
+        return False
+    certificate = x509.load_pem_x509_certificate((folder / SERVER).read_bytes())
+    try:
+        certificate.verify_directly_issued_by(x509.load_pem_x509_certificate((folder / CA).read_bytes()))
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    lasts = certificate.not_valid_after_utc > datetime.datetime.now(datetime.UTC) + RENEW
+    return lasts and certificate.public_key() == key.public_key()
+
+
+def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    """The key in a file of ours; None if there is none."""
+    if not path.is_file():
+        return None
+    key = load_pem_private_key(path.read_bytes(), None)
+    return key if isinstance(key, ec.EllipticCurvePrivateKey) else None
 
 
 def _begun(

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from nestling.core.errors import ConfigError, RunError, WireError
 from nestling.core.files import make_folder, write_atomic
-from nestling.deploy.folder import write_private
+from nestling.deploy.folder import only_one, write_private
 from nestling.runs.files import from_json, printable, read_file, to_json
 
 Flower = Callable[[list[str]], str]
@@ -32,6 +33,8 @@ Flower = Callable[[list[str]], str]
 
 
 KEYS = "keys.json"
+_PENDING = 0
+"""In the place of the node, as long as Flower has not said which it is; Flower's own identifiers are never 0."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Key:
 
 def registered(fed: Path) -> dict[int, int]:
     """The node of each client that has a key."""
-    return {client: node for client, (node, _) in _read(fed).items()}
+    return {client: node for client, (node, _) in _read(fed).items() if node != _PENDING}
 
 
 def new_key(path: Path) -> Path:
@@ -67,24 +70,31 @@ def new_key(path: Path) -> Path:
 def add_key(flower: Flower, fed: Path, public: Path, client: int) -> Key:
     """Put a public key onto the list as that of `client`.
 
-    Raises `ConfigError` if the client has one or the file is no public key, `RunError` if Flower refuses.
+    Raises `ConfigError` if the client has one or the file is no public key, `RunError` if Flower refuses: as it does a
+    key that was ever on the list.
     """
-    keys = _read(fed)
-    if client in keys:
-        raise ConfigError(
-            "has a key", where=f"client {client}", remedy=f"First 'nestling keys revoke --client {client}'."
-        )
     name = fingerprint(public)
-    found = _answer(flower(["supernode", "register", str(public), "--name", f"client-{client}", "--format", "json"]))
-    keys[client] = (int(found["node-id"]), name)
-    _write(fed, keys)
-    return Key(client, keys[client][0], name, "registered")
+    with _alone(fed):
+        keys = _read(fed)
+        if client in keys:
+            raise ConfigError(
+                "has a key", where=f"client {client}", remedy=f"First 'nestling keys revoke --client {client}'."
+            )
+        _write(fed, keys | {client: (_PENDING, name)})  # so that what Flower has taken can be revoked, come what may
+        try:
+            said = flower(["supernode", "register", str(public), "--name", f"client-{client}", "--format", "json"])
+            found = answer(said, remedy="One that was ever on the list cannot be again; 'nestling keys new' makes one.")
+        except RunError:
+            _write(fed, keys)
+            raise
+        keys[client] = (int(found["node-id"]), name)
+        _write(fed, keys)
+        return Key(client, keys[client][0], name, "registered")
 
 
 def list_keys(flower: Flower, fed: Path) -> list[Key]:
     """The keys that may join, by client."""
-    nodes = _answer(flower(["supernode", "list", "--format", "json"]))["nodes"]
-    status = {int(node["node-id"]): printable(str(node.get("status", ""))) for node in nodes}
+    status = _nodes(flower) | {_PENDING: "not registered, revoke it"}
     return [Key(c, node, name, status.get(node, "unknown")) for c, (node, name) in sorted(_read(fed).items())]
 
 
@@ -93,11 +103,17 @@ def revoke_key(flower: Flower, fed: Path, client: int) -> None:
 
     Raises `ConfigError` if the client has none, `RunError` if Flower refuses.
     """
-    keys = _read(fed)
-    if client not in keys:
-        raise ConfigError("has no key", where=f"client {client}", remedy="See 'nestling keys list'.")
-    _answer(flower(["supernode", "unregister", str(keys.pop(client)[0]), "--format", "json"]))
-    _write(fed, keys)
+    with _alone(fed):
+        keys = _read(fed)
+        if client not in keys:
+            raise ConfigError("has no key", where=f"client {client}", remedy="See 'nestling keys list'.")
+        node = keys.pop(client)[0]
+        known = {each for each, status in _nodes(flower).items() if status != "unregistered"}
+        # Of a key whose adding was cut short it is not known which node it is: one of those that are nobody's.
+        gone = known - {each for each, _ in keys.values()} if node == _PENDING else known & {node}
+        for each in sorted(gone):
+            answer(flower(["supernode", "unregister", str(each), "--format", "json"]))
+        _write(fed, keys)
 
 
 def fingerprint(public: Path) -> str:
@@ -129,7 +145,17 @@ def _write(fed: Path, keys: dict[int, tuple[int, str]]) -> None:
     write_private(fed / KEYS, to_json({str(client): list(key) for client, key in keys.items()}, indent=2).encode())
 
 
-def _answer(said: str) -> dict[str, Any]:
+def _alone(fed: Path) -> AbstractContextManager[None]:
+    return only_one(fed / "keys.lock", "another command is changing the list", where="nestling keys")
+
+
+def _nodes(flower: Flower) -> dict[int, str]:
+    """The nodes in Flower's database, and what they do."""
+    nodes = answer(flower(["supernode", "list", "--format", "json"]))["nodes"]
+    return {int(node["node-id"]): printable(str(node.get("status", ""))) for node in nodes}
+
+
+def answer(said: str, *, remedy: str = "See that 'nestling serve' runs there.") -> dict[str, Any]:
     """The JSON object that Flower's command ends with. Raises `RunError` if it says that it failed, or nothing."""
     start = said.find("{")
     try:
@@ -141,6 +167,6 @@ def _answer(said: str) -> dict[str, Any]:
         raise RunError(
             f"refuses ({printable(reason or said.strip()[-200:] or 'no answer')})",
             where="the server",
-            remedy="See that 'nestling serve' runs on this machine.",
+            remedy=remedy,
         )
     return found

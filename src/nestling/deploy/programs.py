@@ -10,6 +10,7 @@ in which each such program is ours: the two apps of `app.py`, whatever a bundle 
 import ipaddress
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,23 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, of which `split_address` is the other way.
+
+    >>> join_address("::1", 8443)
+    '[::1]:8443'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_addresses(control: Sequence[str]) -> list[str]:
+    """Addresses as a connection shows them. Raises `ConfigError` for a name or a network, which would equal none."""
+    try:
+        return [str(ipaddress.ip_address(address)) for address in control]
+    except ValueError as error:
+        raise ConfigError(str(error), where="--control", remedy="Give addresses such as 192.0.2.7.") from error
+
+
 def environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
     """That of Flower's programs for this folder: its own home, our programs first, nothing told to anybody."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
@@ -84,29 +102,44 @@ def environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL,
+        "FORWARDED_ALLOW_IPS": "",  # nobody says for another where a request comes from
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
-        "PATH": os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), kept.get("PATH", "")]),
+        "PATH": _path(folder),
     }
     return {**kept, **own, **extra}
 
 
+def _path(folder: Path) -> str:
+    return os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def write_programs(folder: Path) -> None:
-    """Make `bin/`, with a program of ours for each that Flower may start. Raises `ContextError` without Flower."""
+    """Make `bin/`, with a program of ours for each that Flower may start.
+
+    Raises `ContextError` without Flower, or if a program of Flower's would be found in the place of ours; `ConfigError`
+    for a folder that cannot be told to Flower.
+    """
     compat.require()
+    if odd := sorted(set(str(folder)) & {os.pathsep, '"', "\\", "\n"}):
+        raise ConfigError(f"has {', '.join(map(repr, odd))} in it", where="--dir", remedy="Give another folder.")
     names = compat.task_programs()
     if not {compat.CLIENT_APP, compat.SERVER_APP} <= set(names):
         raise ContextError(f"starts other programs than {names}", where="flwr", remedy=f"pip install '{compat.EXTRA}'")
     own = make_private(folder / "bin")
     for name in names:
-        line = f'exec {shlex.quote(sys.executable)} -m nestling.deploy.task {shlex.quote(name)} "$@"'
+        line = f'exec {shlex.quote(sys.executable)} -P -m nestling.deploy.task {shlex.quote(name)} "$@"'
         write_private(own / name, f"#!/bin/sh\n{line}\n".encode())
         (own / name).chmod(0o700)
+        if shutil.which(name, path=_path(folder)) != str(own / name):  # Flower's own is next, and runs bundles
+            raise ContextError(
+                "cannot be executed", where=str(own / name), remedy="Give a --dir on a disk not mounted as noexec."
+            )
 
 
 def super_link(folder: Path, *, host: str, port: int, certificates: Path | None, control: Sequence[str]) -> list[str]:
     """The command line of the server."""
-    line = [sys.executable, "-m", "nestling.deploy.task", "flower-superlink", ",".join(control)]
+    line = [sys.executable, "-P", "-m", "nestling.deploy.task", "flower-superlink", ",".join(control)]
     line += ["--host", host, "--port", str(port), "--database", str(folder / "flower" / "state.db")]
     line += ["--disable-runtime-dependency-installation"]
     if certificates is None:
@@ -144,8 +177,11 @@ def follow(folder: Path, args: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def run_until_ended(line: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program of Flower's and pass on Ctrl-C and SIGTERM; returns its exit code."""
-    process = start(line, environment=environment)
+    """Run a program of Flower's and pass on Ctrl-C, SIGTERM and SIGHUP; returns its exit code."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGHUP, signal.default_int_handler)
+    process = start(line, environment=environment, with_parent=True)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -155,6 +191,7 @@ def run_until_ended(line: Sequence[str], environment: Mapping[str, str]) -> int:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
         raise
 
 

@@ -24,30 +24,32 @@ Said = TypeVar("Said", "Hello", "Ready")
 
 @dataclass(frozen=True)
 class Hello:
-    """A run is about to begin. `pieces` is 0 where the site has to find the base itself, by the name in the settings;
-    `fresh`: it begins with its first round, so what a client kept of another run is of no use."""
+    """A run is about to begin, or to go on. `pieces` is 0 where the site has to find the base itself, by the name in
+    the settings; `run`: 32 hex digits that no other run has, under which a site keeps what its client keeps."""
 
     config: str
     base: str
     pieces: int
-    fresh: bool
+    run: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Whether a site can take part, as which client and with how many training items; `piece` is the next it needs."""
+    """Whether a site can take part, as which client and with how many training items; `piece` is the next it needs, and
+    after `limit` seconds it ends a call."""
 
     client: int
     ready: bool
     examples: int
     piece: int
+    limit: int
 
 
 def write(said: Hello | Ready) -> bytes:
     """Its bytes.
 
-    >>> read(Ready, write(Ready(client=3, ready=True, examples=60, piece=0)))
-    Ready(client=3, ready=True, examples=60, piece=0)
+    >>> read(Ready, write(Ready(client=3, ready=True, examples=60, piece=0, limit=3600)))
+    Ready(client=3, ready=True, examples=60, piece=0, limit=3600)
     """
     return to_json(asdict(said)).encode()
 
@@ -55,7 +57,7 @@ def write(said: Hello | Ready) -> bytes:
 def read(kind: type[Said], body: bytes) -> Said:
     """What was said. Raises `WireError` with the code `hello` unless it is of this kind, with each entry of its type.
 
-    >>> read(Ready, b'{"client": -1, "ready": true, "examples": 60, "piece": 0}')
+    >>> read(Ready, b'{"client": -1, "ready": true, "examples": 60, "piece": 0, "limit": 9}')
     Traceback (most recent call last):
     nestling.core.errors.WireError: Ready: is not what was expected.
     """

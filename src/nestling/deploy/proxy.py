@@ -7,13 +7,14 @@ if there is none, and waits no longer than the site's limit: a worker that hangs
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
 from nestling.core.types import Failure
@@ -25,7 +26,8 @@ SOCKET, KEY, ALIVE, LOG, STARTING = "worker.sock", "worker.key", "worker.alive",
 GRACE = 30.0
 """Seconds beyond its limit that a worker has to end itself."""
 START = 300.0
-"""Seconds in which a worker has to listen; importing torch takes most of them on a busy machine."""
+"""Seconds in which a worker has to listen; importing torch takes most of them on a busy machine. One that is still at
+work on a call whose caller is gone is waited for as long."""
 STOP = "stop"
 
 
@@ -97,13 +99,35 @@ def _connected(site: Path) -> Connection | Failure:
         until = time.monotonic() + START
         while time.monotonic() < until:
             with suppress(OSError, EOFError, AuthenticationError):
-                return Client(str(site / SOCKET), "AF_UNIX", authkey=(site / KEY).read_bytes())
+                return _shaken(site, until - time.monotonic())
             if started is None and not is_alive(site):
-                started = _start(site)
+                started, until = _start(site), time.monotonic() + START
             if started is not None and started.poll() is not None and not is_alive(site):
                 return Failure("worker_died", "the worker could not be started; see worker.log at the site")
             time.sleep(0.05)
+    if started is None:
+        return Failure("busy", "the worker is still at work on an earlier message")
     return Failure("worker_died", f"the worker did not listen within {START:g} s")
+
+
+def _shaken(site: Path, timeout: float) -> Connection:
+    """A connection whose other side is the worker, and has taken it. Raises `OSError` if it has not within `timeout`:
+    the system queues connections to a worker that is busy, and its first words come when it is not."""
+    key = (site / KEY).read_bytes()
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.settimeout(max(timeout, 0.01))
+        opened.connect(str(site / SOCKET))
+        opened.settimeout(None)
+        connection: Connection = Connection(opened.detach())
+    try:
+        if not connection.poll(max(timeout, 0.0)):
+            raise TimeoutError
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 @contextmanager
@@ -120,6 +144,6 @@ def _start(site: Path) -> "subprocess.Popen[bytes]":
     """A worker that lives on when this process ends, as it does after every message."""
     log = os.open(site / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        return start([sys.executable, "-m", "nestling.deploy.warm", str(site)], output=log, own_session=True)
+        return start([sys.executable, "-P", "-m", "nestling.deploy.warm", str(site)], output=log, own_session=True)
     finally:
         os.close(log)

@@ -13,19 +13,23 @@ from typing import Any
 
 from nestling.core.errors import ContextError, RunError, WireError
 from nestling.core.types import Failure
+from nestling.deploy.folder import LONGEST_CALL
 from nestling.deploy.protocol import BASE, HELLO, Hello, Ready, read, to_piece, write
+from nestling.deploy.proxy import GRACE, START
 from nestling.engines.flower import FlowerEngine, Grid
 
-TRY_AGAIN = ("late", "busy", "node_lost", "not_sent")
+TRY_AGAIN = ("late", "busy", "node_lost", "not_sent", "worker_died", "hung", "client_error")
 """What may be better a moment later; a site that refuses will refuse again."""
 
 
 @dataclass(frozen=True)
 class Sites:
-    """The node of each client, and how many training items all have together."""
+    """The node of each client, how many training items all have together, and after how many seconds no site is still
+    at work on a message: the longest that a worker may take to start, and then to answer or be ended."""
 
     nodes: dict[int, int]
     examples: int
+    patience: float
 
 
 def gather(
@@ -52,14 +56,15 @@ def gather(
 
     Raises `RunError` if sites are missing when the time is over, `ContextError` if one refuses or is not who it says.
     """
-    until, ready = time.monotonic() + wait, dict[int, tuple[int, int]]()
+    until, ready = time.monotonic() + wait, dict[int, tuple[int, Ready]]()
     why: dict[int, Failure] = {}
     while missing := [client for client in clients if client not in ready]:
         left = until - time.monotonic()
+        reasons = "; ".join(sorted({f"{f.code}: {f.detail}" for f in why.values()})[:3])
+        reasons = f" ({reasons})" if reasons else ""
         if left <= 0:
-            reasons = "; ".join(sorted({f"{f.code}: {f.detail}" for f in why.values()})[:3])
             raise RunError(
-                f"are not there after {wait:g} s" + (f" ({reasons})" if reasons else ""),
+                f"are not there after {wait:g} s{reasons}",
                 where=f"sites of clients {', '.join(map(str, missing[:10]))}",
                 remedy="See that 'nestling join' runs there, and that its key is in 'nestling keys list'.",
             )
@@ -69,10 +74,11 @@ def gather(
             asked = {client: registered[client] for client in missing if registered.get(client) in nodes}
         else:
             asked = {-1 - number: node for number, node in enumerate(nodes)}
-        note(f"waiting for the sites of clients {', '.join(map(str, missing[:10]))}")
+        note(f"waiting for the sites of clients {', '.join(map(str, missing[:10]))}{reasons}")
         if not asked:
             time.sleep(min(1.0, max(left, 0.01)))
             continue
+        why.clear()
         for number, answer in _greet(grid, asked, hello, base, deadline=left, poll=poll, note=note).items():
             if isinstance(answer, Failure):
                 if answer.code not in TRY_AGAIN:
@@ -88,9 +94,19 @@ def gather(
                     where=_called(number, asked),
                     remedy="Each site is another client: see --client of 'nestling join', and 'nestling keys list'.",
                 )
-            ready[client] = (asked[number], answer.examples)
-    chosen = {client: ready[client] for client in clients}
-    return Sites({client: node for client, (node, _) in chosen.items()}, sum(n for _, n in chosen.values()))
+            if answer.examples >= 2**32 // len(clients) or not 0 < answer.limit <= LONGEST_CALL:
+                raise ContextError(
+                    f"says it has {answer.examples:,} items, and {answer.limit:,} s for a call",
+                    where=_called(number, asked),
+                    remedy=f"All together have fewer than 2^32 items; a call takes 1 to {LONGEST_CALL:,} s.",
+                )
+            ready[client] = (asked[number], answer)
+        if why:  # each greeting starts a process at the site
+            time.sleep(max(0.0, min(1.0, until - time.monotonic())))
+    said = {client: ready[client] for client in clients}
+    patience = START + GRACE + max((answer.limit for _, answer in said.values()), default=0)
+    examples = sum(answer.examples for _, answer in said.values())
+    return Sites({client: node for client, (node, _) in said.items()}, examples, patience)
 
 
 def _called(number: int, asked: Mapping[int, int]) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import fcntl
+import math
 import os
 import signal
 import sys
@@ -31,8 +32,8 @@ from nestling.build import build
 from nestling.codec.message import peek
 from nestling.config.load import parse_config
 from nestling.config.schema import BaseConfig, LanguageConfig, MachineConfig, RunConfig
-from nestling.core.errors import ConfigError, ContextError, WireError
-from nestling.core.files import write_atomic
+from nestling.core.errors import ConfigError, ContextError, NestlingError, WireError
+from nestling.core.files import sync_folder, write_atomic
 from nestling.core.types import Failure
 from nestling.deploy.folder import SiteSettings, make_private, read_settings, with_data, write_private
 from nestling.deploy.protocol import (
@@ -55,8 +56,11 @@ from nestling.runs.files import read_file
 from nestling.tasks.images import ImageTask
 
 PINNED, AGREED, KEPT, BASES = "pinned", "agreed.json", "kept", "bases"
-_KEEP = 2
-"""Rounds of which a site has what its client kept: a server that goes on from its last checkpoint may be one behind."""
+FORGOTTEN = "forgotten"
+"""In the folder of a run of which there is nothing any more."""
+_ROUNDS, _RUNS = 3, 8
+"""Of how many of a run's rounds, and of how many runs, a site has what its client kept. A server may lack the
+checkpoint of the last round, and have a damaged one of the round before."""
 
 
 class Site:
@@ -72,6 +76,8 @@ class Site:
         self._next = 0
         """The piece of a base that is needed next."""
         self._hello: Hello | None = None
+        self._kept = folder / KEPT
+        """Where what the client keeps of the run is: round N in round-N, and nothing in round 0."""
 
     def answer(self, kind: str, body: bytes) -> bytes:
         """The answer to one message. Raises `NestlingError` or `Declined` if there is none."""
@@ -90,14 +96,16 @@ class Site:
             raise ConfigError(
                 f"has {config.task.clients} clients, this site is number {self.settings.client}", where="task.clients"
             )
+        _check_hex(hello.base, 64, "hash of a base")
+        _check_hex(hello.run, 32, "name of a run")
         self._check_pin(hello.base)
-        if hello.fresh:
-            for path in self._kept():
-                path.unlink()
         self._hello = hello
         if isinstance(config.base, BaseConfig) and not self._base(hello.base).is_file():
-            return Ready(self.settings.client, False, 0, 0)
+            return self._ready(False)
         return self._prepare(hello, config)
+
+    def _ready(self, ready: bool, *, examples: int = 0, piece: int = 0) -> Ready:
+        return Ready(self.settings.client, ready, examples, piece, math.ceil(self.settings.limit))
 
     def _take(self, number: int, piece: bytes) -> Ready:
         """One piece of the base; the last one completes it."""
@@ -108,28 +116,41 @@ class Site:
         make_private(path.parent)
         with path.open("wb" if number == 0 else "ab") as file:
             file.write(piece)
+            if number + 1 == hello.pieces:
+                file.flush()
+                os.fsync(file.fileno())
         self._next = number + 1
         if self._next < hello.pieces:
-            return Ready(self.settings.client, False, 0, self._next)
+            return self._ready(False, piece=self._next)
         os.replace(path, self._base(hello.base))
+        sync_folder(path.parent)
         return self._prepare(hello, self._own(parse_config(hello.config)))
 
     def _prepare(self, hello: Hello, config: RunConfig) -> Ready:
-        """Build the worker; only a base of the hash that was said is kept and pinned."""
+        """Build the worker; only a base of the hash that was said is kept and pinned.
+
+        Raises `ContextError` if it cannot be built, with a text of our own: what is missing is in the site's log.
+        """
         own = self._base(hello.base)
         if isinstance(config.base, BaseConfig):
             config = dataclasses.replace(config, base=dataclasses.replace(config.base, weights=str(own)))
         try:
             parts = build(config)
-            if parts.base_hash != hello.base:
-                raise ContextError(
-                    f"has the hash {parts.base_hash[:12]}, the server has {hello.base[:12]}",
-                    where="base",
-                    remedy="Both sides need the same model, and the same versions.",
-                )
-        except (ContextError, WireError):
+        except NestlingError as error:
+            if error.where == str(own):  # damaged, or of another model
+                own.unlink(missing_ok=True)
+            raise ContextError(
+                f"data, base or device are not as this run needs them ({type(error).__name__})",
+                where="site",
+                remedy="See worker.log at the site.",
+            ) from error
+        if parts.base_hash != hello.base:
             own.unlink(missing_ok=True)
-            raise
+            raise ContextError(
+                f"has the hash {parts.base_hash[:12]}, the server has {hello.base[:12]}",
+                where="base",
+                remedy="Both sides need the same model, and the same versions.",
+            )
         worker = parts.workers[0]
         if self.settings.whole:
             if not isinstance(parts.task, ImageTask):
@@ -139,16 +160,15 @@ class Site:
             worker = dataclasses.replace(worker, task=parts.task.whole(self.settings.client))
         write_private(self._folder / PINNED, hello.base.encode())
         write_private(self._folder / AGREED, write(hello))
-        self._worker = worker
-        return Ready(self.settings.client, True, worker.task.examples(self.settings.client), 0)
+        self._worker, self._kept = worker, self._folder / KEPT / hello.run
+        return self._ready(True, examples=worker.task.examples(self.settings.client))
 
     def _round(self, message: bytes) -> bytes:
         if self._worker is None:  # this process is younger than the run
             path = self._folder / AGREED
             if not path.is_file():
                 raise ContextError("has not been told of a run", where="site")
-            hello = dataclasses.replace(read(Hello, read_file(path, 1 << 20)), fresh=False)
-            if not self._meet(hello).ready or self._worker is None:
+            if not self._meet(read(Hello, read_file(path, 1 << 20))).ready or self._worker is None:
                 raise ContextError("its base is gone", where="site")
         worker, client, number = self._worker, self.settings.client, peek(message).round
         worker.kept.clear()
@@ -179,8 +199,6 @@ class Site:
         return dataclasses.replace(with_data(config, s.data), base=base, machine=machine)
 
     def _check_pin(self, base: str) -> None:
-        if len(base) != 64 or not set(base) <= set("0123456789abcdef"):
-            raise WireError("hello", "is no hash of a base", where="site")
         path = self._folder / PINNED
         if path.is_file() and (pinned := read_file(path, 100).decode("ascii", "replace")) != base:
             raise ContextError(
@@ -192,13 +210,15 @@ class Site:
     def _base(self, hashed: str) -> Path:
         return self._folder / BASES / f"{hashed}.safetensors"
 
-    def _kept(self) -> list[Path]:
-        """What the client kept, by round, oldest first."""
-        return sorted((self._folder / KEPT).glob("round-*.safetensors"))
-
     def _kept_before(self, number: int) -> ClientState:
-        """What it kept in the last round before `number`. Raises `WireError` if the file is damaged."""
-        before = [path for path in self._kept() if path.stem < f"round-{number:08d}"]
+        """What the client kept in the last round before `number` of this run.
+
+        Raises `ContextError` if that is not here any more, `WireError` if the file is damaged.
+        """
+        rounds = _rounds(self._kept)
+        before = [path for path in rounds if path.name < _name(number)]
+        if not before and (rounds or (self._kept / FORGOTTEN).exists()):
+            raise ContextError(f"what its client kept before round {number} is not here any more", where="site")
         if not before:
             return {}
         try:
@@ -208,16 +228,42 @@ class Site:
         return arrays
 
     def _keep(self, kept: ClientState, number: int) -> None:
-        folder = make_private(self._folder / KEPT)
+        folder = self._kept
+        if not folder.is_dir():
+            runs = [run for run in make_private(folder.parent).iterdir() if _rounds(run)]
+            for run in sorted(runs, key=lambda run: run.stat().st_mtime)[: 1 - _RUNS]:
+                (run / FORGOTTEN).touch()
+                for path in _rounds(run):
+                    path.unlink()
+        if not _rounds(make_private(folder)):
+            write_atomic(folder / _name(0), save({}))
+        for path in _rounds(folder):
+            if path.name >= _name(number):  # of rounds that the server has given up
+                path.unlink()
         data = save({name: np.ascontiguousarray(array) for name, array in kept.items()})
-        write_atomic(folder / f"round-{number:08d}.safetensors", data)
-        for path in self._kept()[:-_KEEP]:
+        write_atomic(folder / _name(number), data)
+        for path in _rounds(folder)[:-_ROUNDS]:
             path.unlink()
+
+
+def _name(number: int) -> str:
+    return f"round-{number:010d}.safetensors"
+
+
+def _rounds(folder: Path) -> list[Path]:
+    """What is kept of a run, oldest first."""
+    return sorted(folder.glob("round-*.safetensors"))
+
+
+def _check_hex(text: str, length: int, what: str) -> None:
+    if len(text) != length or not set(text) <= set("0123456789abcdef"):  # it becomes part of a path
+        raise WireError("hello", f"is no {what}", where="site")
 
 
 def outcome(answer: Callable[[str, bytes], bytes], kind: str, body: bytes) -> bytes | Failure:
     """The answer, or a `Failure` of the code that the in-process engine would give. Of an error that nobody foresaw
-    only the kind is told: its text may hold data. All of it is in the site's log."""
+    only the kind is told: its text may hold data. Nor is a text with a slash in it, which may name the site's files.
+    All of it is in the site's log."""
     try:
         return answer(kind, body)
     except Exception as error:
@@ -226,7 +272,9 @@ def outcome(answer: Callable[[str, bytes], bytes], kind: str, body: bytes) -> by
         code = getattr(error, "code", "")
         if not code:
             code = {ConfigError: "config", ContextError: "context"}.get(type(error), "client_error")
-        told = str(error) if code != "client_error" else f"raised {type(error).__name__}; see worker.log at the site"
+        told = str(error)
+        if code == "client_error" or "/" in told:
+            told = f"raised {type(error).__name__}; see worker.log at the site"
         return Failure(str(code), told)
 
 
@@ -255,22 +303,23 @@ def serve(folder: Path) -> None:
             except TimeoutError:
                 return
             except (OSError, EOFError, AuthenticationError):
+                time.sleep(0.1)  # too many open files, for one, will be so in the next moment
                 continue
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             with connection, contextlib.suppress(OSError, EOFError):
-                head, body = unframe(connection.recv_bytes())
-                if head["kind"] == STOP:
-                    return
                 faulthandler.dump_traceback_later(site.settings.limit, exit=True)
                 try:
+                    head, body = unframe(connection.recv_bytes())
+                    if head["kind"] == STOP:
+                        return
                     answer = outcome(site.answer, head["kind"], body)
+                    if isinstance(answer, Failure):
+                        connection.send_bytes(frame({"code": answer.code, "detail": answer.detail}, b""))
+                    else:
+                        connection.send_bytes(frame({}, answer))
                 finally:
                     faulthandler.cancel_dump_traceback_later()
-                if isinstance(answer, Failure):
-                    connection.send_bytes(frame({"code": answer.code, "detail": answer.detail}, b""))
-                else:
-                    connection.send_bytes(frame({}, answer))
 
 
 def _idle(*_: object) -> None:
@@ -291,8 +340,10 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded because a server says so
     import torch
 
-    torch.set_num_threads(1)  # as everywhere in a run: the same bits on any machine load
-    serve(Path(sys.argv[1]))
+    site = Path(sys.argv[1])
+    # One, unless the site's owner says otherwise, is as everywhere in a run: the same bits on any machine load.
+    torch.set_num_threads(read_settings(SiteSettings, site).threads)
+    serve(site)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Flower carries the bytes and knows who a node is; who is asked, how long is waited and what a reply is worth are ours. A
 message is answered once, by the node that it was sent to, or the answer counts for nothing. A node that has not
-answered is not sent another message until it has, or until Flower says that it is gone: a hung client costs its own
-replies and never a later round. Only `push_messages`, `pull_messages` and `get_nodes` of Flower's grid are used.
+answered is not sent another message until it has, or until it has gone or begun anew, or until the message expires: a
+hung client costs its own replies and never a later round. Only `push_messages`, `pull_messages` and `get_nodes` of
+Flower's grid are used.
 """
 
 import re
@@ -32,6 +33,8 @@ _STABLE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _LONGEST_DETAIL = 500
 _SHARE, _LONGEST_PAUSE = 0.05, 2.0
 """A look costs both sides some milliseconds, so it may come late by this share of a round."""
+_LOOK_AT_NODES = 10.0
+"""Seconds between two looks at which nodes are connected, and since when."""
 
 
 def to_record(body: bytes, kind: str = ROUND) -> RecordDict:
@@ -96,7 +99,9 @@ class FlowerEngine:
         grid: Flower's.
         sites: the node of each client; a node has one client, for it works on one message at a time.
         deadline: seconds for one exchange; 0: as long as it takes, which a node that hangs can make hours.
-        stragglers: so many clients are not waited for once the others have replied.
+        stragglers: so many clients are not waited for once the others have replied, if there are others.
+        ttl: seconds after which a message expires, and its answer is not waited for any more; Flower gives each message
+            to its node once, so that what is lost on the way is known by nothing else.
         poll: seconds between two looks at what has come; they grow to a twentieth of the time waited, up to 2.
 
     A client that has no reply has a `Failure`, of code
@@ -104,13 +109,13 @@ class FlowerEngine:
     | code | what happened |
     |---|---|
     | `no_site` | it has no node |
-    | `node_lost` | its node is not connected, or went away before it answered |
+    | `node_lost` | its node is not connected, or went away or began anew before it answered |
     | `busy` | its node still owes the answer to an earlier message |
-    | `late` | no answer by the deadline, or before the others were enough |
+    | `late` | no answer by the deadline, before the others were enough, or before its message expired |
     | `client_error` | its app raised or died |
-    | `malformed_reply` | the answer is no record of ours |
+    | `malformed_reply` | the answer cannot be read, or is no record of ours |
     | `wrong_sender` | another node answered its message |
-    | `misaddressed` | its node answered, but no message that it was sent |
+    | `misaddressed` | what answers its message says that it answers another |
     | `duplicate` | its message was answered twice, and not alike |
     | `not_sent` | Flower did not take the message |
 
@@ -126,14 +131,17 @@ class FlowerEngine:
         *,
         deadline: float = 0.0,
         stragglers: int = 0,
+        ttl: float = 43200.0,
         poll: float = 0.1,
     ) -> None:
         if len(set(sites.values())) != len(sites):
             raise ConfigError("two clients have one node", where="sites", remedy="Give each client a site of its own.")
         self._grid, self._sites = grid, dict(sites)
-        self._deadline, self._stragglers, self._poll = deadline, stragglers, poll
+        self._deadline, self._stragglers, self._ttl, self._poll = deadline, stragglers, ttl, poll
         self._owed: dict[str, int] = {}
         """Messages of earlier exchanges that have no answer yet, and their clients."""
+        self._since: dict[int, str] = {}
+        """Since when a client's node had been connected as it was last sent a message."""
 
     @property
     def busy(self) -> list[int]:
@@ -143,7 +151,7 @@ class FlowerEngine:
     def exchange(self, messages: Mapping[int, bytes], *, kind: str = ROUND) -> dict[int, bytes | Failure]:
         """Replies by client, in the order of the messages."""
         asked, began = _Asked(), time.monotonic()
-        online = {int(node.node_id) for node in self._grid.get_nodes()}
+        online, seen = self._connected(), began
         waiting = dict(messages)
         for client in messages:
             if client not in self._sites:
@@ -153,71 +161,93 @@ class FlowerEngine:
             if client in asked.answers:
                 del waiting[client]
         enough = len(messages) - self._stragglers if self._stragglers else -1
-        over, strays = "", set[int]()
+        over = ""
         while True:
-            strays |= self._pull(asked)
+            look = time.monotonic()
+            if look - seen >= _LOOK_AT_NODES:
+                online, seen = self._connected(), look
+            self._pull(asked)  # after the look at the nodes, so that what one answered before it ended still counts
+            self._forget_lost(asked, online)
             replies = sum(isinstance(answer, bytes) for answer in asked.answers.values())
-            if replies == enough:
+            if 0 < enough <= replies:
                 over = f"was slower than the {replies} that were enough"
             if over:
                 break
             free = {c: m for c, m in waiting.items() if c not in self._owed.values()}
-            self._push(asked, free, kind)
+            self._push(asked, free, kind, online)
             waiting = {c: m for c, m in waiting.items() if c not in free}
-            # Those that owe an answer keep no round open, unless there is nothing else to wait for, and a deadline.
-            nothing_else = len(waiting) == len(messages) and self._deadline > 0
+            # Those that owe an answer keep no round open, unless it has no other reply, and a deadline.
+            nothing_else = replies == 0 and self._deadline > 0
             if not (asked.pending or (waiting and nothing_else)):
                 break
-            waited = time.monotonic() - began
-            pause = max(self._poll, min(_LONGEST_PAUSE, waited * _SHARE))
+            now = time.monotonic()
+            waited = now - began
+            pause = max(self._poll, now - look, min(_LONGEST_PAUSE, waited * _SHARE))
             time.sleep(max(0.0, min(pause, self._deadline - waited)) if self._deadline else pause)
             if self._deadline and time.monotonic() - began >= self._deadline:  # with one last look at what has come
                 over = f"did not answer within {self._deadline:g} s"
         for identifier, client in asked.pending.items():
             self._owed[identifier] = client
-            code, why = ("misaddressed", "answered no message of its own") if client in strays else ("late", over)
-            asked.answers[client] = Failure(code, f"client {client} {why}")
+            asked.answers[client] = Failure("late", f"client {client} {over}")
         for client in waiting:
             asked.answers[client] = Failure("busy", f"client {client} still owes the answer to an earlier message")
         return {client: asked.answers[client] for client in messages}
 
-    def _push(self, asked: _Asked, messages: Mapping[int, bytes], kind: str) -> None:
+    def _connected(self) -> dict[int, str]:
+        """The nodes that are there, and since when."""
+        return {int(node.node_id): str(getattr(node, "last_activated_at", "")) for node in self._grid.get_nodes()}
+
+    def _push(self, asked: _Asked, messages: Mapping[int, bytes], kind: str, online: Mapping[int, str]) -> None:
         if not messages:
             return
         records = {body: to_record(body, kind) for body in set(messages.values())}  # one record for a broadcast
-        made = [Message(records[body], self._sites[c], MessageType.TRAIN) for c, body in messages.items()]
+        made = [Message(records[b], self._sites[c], MessageType.TRAIN, ttl=self._ttl) for c, b in messages.items()]
         identifiers: list[str | None] = list(self._grid.push_messages(made))
         identifiers += [None] * (len(made) - len(identifiers))
         for client, identifier in zip(messages, identifiers, strict=True):
             if identifier:
                 asked.pending[str(identifier)] = client
+                self._since[client] = online.get(self._sites[client], "")
             else:
                 asked.answers[client] = Failure("not_sent", f"client {client}: the message was not taken")
 
-    def _pull(self, asked: _Asked) -> set[int]:
-        """Take what has come; returns the clients whose node sent what belongs to no message."""
-        outstanding = [*asked.pending, *self._owed]
-        if not outstanding:
-            return set()
-        strays, owner, clients = set[int](), dict(asked.pending), {node: c for c, node in self._sites.items()}
-        for reply in self._grid.pull_messages(outstanding):
-            to, sender = str(reply.metadata.reply_to_message_id), int(reply.metadata.src_node_id)
-            if to in self._owed:  # it comes too late to count, and its node is free again
-                del self._owed[to]
-            elif to in owner:
-                client = owner[to]
-                answer = self._answer(reply, client, sender)
-                if asked.pending.pop(to, None) is None and answer != asked.answers[client]:
-                    answer = Failure("duplicate", f"client {client} answered twice, and not alike")
-                asked.answers[client] = answer
-            elif sender in clients:
-                strays.add(clients[sender])
-        return strays
+    def _pull(self, asked: _Asked) -> None:
+        """Take what has come, message by message: whatever is pulled is taken from the server, and what one node has
+        sent may be such that Flower fails to read it, and all that came with it."""
+        for identifier, client in [*asked.pending.items(), *self._owed.items()]:
+            answers = self._answers_to(identifier, client)
+            if not answers:
+                continue
+            if self._owed.pop(identifier, None) is not None:  # too late to count, and its node is free again
+                continue
+            del asked.pending[identifier]
+            if any(answer != answers[0] for answer in answers):
+                answers = [Failure("duplicate", f"client {client} answered twice, and not alike")]
+            asked.answers[client] = answers[0]
 
-    def _answer(self, reply: Any, client: int, sender: int) -> bytes | Failure:
+    def _forget_lost(self, asked: _Asked, online: Mapping[int, str]) -> None:
+        """Those whose node has begun anew since it was sent a message. Of nodes that are not there Flower says so."""
+        for identifier, client in [*asked.pending.items(), *self._owed.items()]:
+            if online.get(self._sites[client], self._since[client]) != self._since[client]:
+                self._owed.pop(identifier, None)
+                if asked.pending.pop(identifier, None) is not None:
+                    asked.answers[client] = Failure("node_lost", f"client {client}: its site has begun anew")
+
+    def _answers_to(self, identifier: str, client: int) -> list[bytes | Failure]:
+        try:
+            return [self._answer(reply, identifier, client) for reply in self._grid.pull_messages([identifier])]
+        except Exception as error:
+            if compat.is_of_connection(error):
+                raise
+            return [Failure("malformed_reply", f"client {client}: cannot be read ({type(error).__name__})")]
+
+    def _answer(self, reply: Any, identifier: str, client: int) -> bytes | Failure:
+        if str(reply.metadata.reply_to_message_id) != identifier:  # it is what the node wrote, whatever Flower knows
+            return Failure("misaddressed", f"client {client} answered no message of its own")
         if reply.has_error():
-            code = "node_lost" if reply.error.code == compat.NODE_LOST else "client_error"
+            code = {compat.NODE_LOST: "node_lost", compat.EXPIRED: "late"}.get(reply.error.code, "client_error")
             return Failure(code, f"client {client}: {_plain(str(reply.error.reason))} (code {reply.error.code})")
+        sender = int(reply.metadata.src_node_id)
         if sender != self._sites[client]:
             return Failure("wrong_sender", f"client {client}: node {sender} answered in its place")
         answer = from_record(reply.content)
