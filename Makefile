@@ -6,12 +6,13 @@ FUZZ_SECONDS ?= 600
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 
-.PHONY: demo memory test lint fuzz bench bench-language results clean help
+.PHONY: demo memory test test-flower lint fuzz bench bench-language results clean help
 
 help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
 	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
+	@echo "make test-flower  a real federation over Flower on this machine, minutes"
 	@echo "make lint     lint, types and imports only"
 	@echo "make fuzz     coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS=600"
 	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
@@ -33,6 +34,11 @@ memory: .venv/ready
 test: lint
 	$(BIN)/nestling fetch smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test-flower: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[flower]'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines/test_flower.py tests/deploy src/nestling/engines src/nestling/deploy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m flower tests/test_federation_over_flower.py
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nestling.codec.message import peek, state_digest
 from nestling.config.load import load_config
 from nestling.config.schema import CodecConfig, FullConfig, RunConfig, ServerConfig
 from nestling.core.errors import ConfigError, ContextError, RunError, StorageError
-from nestling.core.types import Progress
+from nestling.core.types import Failure, Progress
 from nestling.federation.reference import References
 from nestling.models.backbones import base_hash, load_base
 from nestling.models.resnet import make_resnet
@@ -449,3 +450,29 @@ def test_cat_016_of_many_bad_replies_a_few_are_logged_and_all_are_counted(
     assert log.count("dropped [length]") == 2  # one a round
     for number in (1, 2):
         assert f"round {number}: 2 dropped in all, [('length', 2)]" in log
+
+
+def test_an_engine_that_is_given_carries_the_messages_and_the_state_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    """Its clients are other objects than those of the run, as if they were on other machines."""
+    settings = config(tmp_path / "here")
+    here = run(settings)
+    sites = build(settings)
+    asked: list[int] = []
+
+    class Elsewhere:
+        def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
+            asked.extend(messages)
+            return sites.engine.exchange(messages)
+
+    many = dataclasses.replace(settings.machine, workers=3, out=str(tmp_path / "there"))
+    parts = build(dataclasses.replace(settings, machine=many), engine=Elsewhere())
+    assert len(parts.workers) == 1
+    there = run(dataclasses.replace(settings, machine=many), engine=Elsewhere(), examples=len(sites.task))
+    assert asked == [0, 1, 2] * settings.rounds
+    assert there.state_digest == here.state_digest
+    assert there.bytes_up == here.bytes_up
+
+
+def test_clients_elsewhere_may_hold_more_items_than_the_data_here(tmp_path: Path) -> None:
+    parts = build(config(tmp_path), engine=build(config(tmp_path)).engine, examples=10**6)
+    assert parts.agreement.limits.max_examples == 10**6

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,30 @@ from nestling.config.load import load_config, parse_config
 from nestling.config.schema import (
     CodecConfig,
     FullConfig,
+    LanguageConfig,
     LatentConfig,
     LocalConfig,
     LoraConfig,
     MappingConfig,
+    MemoryConfig,
+    NeedleConfig,
     RunConfig,
     deciding,
 )
 from nestling.core.errors import ConfigError, ContextError, NestlingError
-from nestling.core.types import Engine
+from nestling.core.types import Engine, Failure
 
 PAPER = "flite-cifar100-resnet18"
+
+
+def test_a_part_that_stays_with_clients_elsewhere_is_refused_for_the_server_has_none_to_judge_with() -> None:
+    class Elsewhere:
+        def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
+            return {}
+
+    settings = RunConfig(task=NeedleConfig(), base=LanguageConfig(), adapter=MemoryConfig(share="gates"))
+    with pytest.raises(ConfigError, match=r"adapter\.share = gates"):
+        build(settings, engine=Elsewhere())
 
 
 @pytest.mark.parametrize(("bits", "payload", "factor"), [(32, 5120, 8718), (8, 1288, 34656), (4, 648, 68884)])

@@ -21,7 +21,7 @@ from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
 from nestling.config.schema import BaseConfig, RunConfig, TaskConfig, deciding
 from nestling.core.errors import ConfigError, NestlingError, RunError
-from nestling.core.types import Failure, Progress
+from nestling.core.types import Engine, Failure, Progress
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
 from nestling.federation.loop import Round, run_rounds
@@ -49,14 +49,18 @@ def run(
     progress: Callable[[Progress], None] | None = None,
     references: References | None = None,
     command: list[str] | None = None,
+    engine: Engine | None = None,
+    examples: int | None = None,
 ) -> Result:
-    """Run a federation on this machine and write its folder under `config.machine.out`.
+    """Run a federation and write its folder under `config.machine.out`.
 
     Args:
         config: from `load_config`, or built in Python.
         progress: called at each step; what it draws is its own business.
         references: of an earlier run with the same task, base, adapter and local rule, instead of training them again.
         command: recorded as the command that was typed.
+        engine: carries the messages to clients elsewhere (`nestling.engines.flower`); None: they are on this machine.
+        examples: how many training items those clients hold in all, where that is not what the data here says.
 
     Raises:
         ConfigError: settings that contradict each other, or a folder that cannot be written.
@@ -71,11 +75,16 @@ def run(
     config = resolve(config)
     with create(Path(config.machine.out), config.name, run_id(config)) as folder:
         recorder = Recorder.start(folder, config=dump_config(config), command=command or ["nestling.run"])
-        return _recorded(config, folder, recorder, progress, None, references)
+        return _recorded(config, folder, recorder, progress, None, references, engine, examples)
 
 
 def resume(
-    path: Path | str, *, progress: Callable[[Progress], None] | None = None, command: list[str] | None = None
+    path: Path | str,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    command: list[str] | None = None,
+    engine: Engine | None = None,
+    examples: int | None = None,
 ) -> Result:
     """Go on with a run that was interrupted, killed or failed, after its last finished round.
 
@@ -86,6 +95,7 @@ def resume(
         path: the run's folder.
         progress: as in `run`.
         command: noted in the run's log as the command that was typed.
+        engine, examples: as in `run`; clients elsewhere keep what they keep themselves.
 
     Raises:
         ConfigError: no run folder, or settings in its config.toml that are not those it was begun with.
@@ -112,7 +122,7 @@ def resume(
         recorder = Recorder.resume(folder, rounds=rounds)
         recorder.log(f"resumed after round {rounds}: {' '.join(command or ['nestling.resume'])}")
         folder.set_status("running")
-        return _recorded(config, folder, recorder, progress, found)
+        return _recorded(config, folder, recorder, progress, found, None, engine, examples)
 
 
 def _recorded(
@@ -122,6 +132,8 @@ def _recorded(
     progress: Callable[[Progress], None] | None,
     found: Checkpoint | None,
     given: References | None = None,
+    engine: Engine | None = None,
+    examples: int | None = None,
 ) -> Result:
     """The run, and how it ended in its folder's status and log."""
     threads = torch.get_num_threads()
@@ -129,7 +141,7 @@ def _recorded(
     try:
         if given is not None:
             write_references(folder, given, None)
-        return _run(config, folder, recorder, progress or (lambda _: None), found)
+        return _run(config, folder, recorder, progress or (lambda _: None), found, engine, examples)
     except KeyboardInterrupt:
         kept = (folder.path / "checkpoints").is_dir()
         where = "; 'nestling resume' goes on after the last finished round" if kept else " before a round was finished"
@@ -151,6 +163,8 @@ def _run(
     recorder: Recorder,
     progress: Callable[[Progress], None],
     found: Checkpoint | None,
+    engine: Engine | None,
+    examples: int | None,
 ) -> Result:
     began = time.perf_counter()
     tally = Tally()
@@ -170,7 +184,7 @@ def _run(
         )
 
     tell("loading data and base")
-    parts = build(with_own_base(config, folder.path), note=tell)
+    parts = build(with_own_base(config, folder.path), note=tell, engine=engine, examples=examples)
     own_base = folder.path / "base.safetensors"
     if isinstance(config.base, BaseConfig) and not config.base.weights and not own_base.is_file():
         folder.write(own_base.name, base_bytes(parts.base))
@@ -318,7 +332,7 @@ def _of_task(
         }
     assert isinstance(config.task, TaskConfig)
     personal: tuple[float | None, float | None] = (None, None)
-    if config.local.rule == "ala":
+    if config.local.rule == "ala" and not parts.elsewhere:  # what clients keep is not here
         personal = personal_accuracies(parts.workers, task, last)
     return {
         "accuracy_personal": personal[0],

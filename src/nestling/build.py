@@ -55,6 +55,7 @@ class Parts:
     """The objects of one run. Every worker shares the frozen tensors of `base`.
 
     `recalls` is the `Recalls` that judges a language run; its module needs transformers, which no other run does.
+    `elsewhere`: clients work on other machines, and what they hold and keep is not here.
     """
 
     base: nn.Module
@@ -65,6 +66,7 @@ class Parts:
     server: Server
     agreement: Agreement
     recalls: Any = None
+    elsewhere: bool = False
 
     def evaluate(self, worker: Worker, state: Vector) -> float:
         """Accuracy of a state on the held-out items; of a language run, on those of each round."""
@@ -86,12 +88,33 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, adapter=adapter, machine=machine)
 
 
-def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: None) -> Parts:
+def build(
+    config: RunConfig,
+    *,
+    note: Callable[[str], object] = lambda text: None,
+    engine: Engine | None = None,
+    examples: int | None = None,
+) -> Parts:
     """Load the data, make the base, put an adapter onto one copy of the model per worker.
 
-    Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other.
+    Args:
+        note: told what is being loaded.
+        engine: carries the messages to clients elsewhere, so that one worker is enough here, to judge states; None:
+            clients are workers of this process.
+        examples: how many training items all clients together hold, where they are not those found here.
+
+    Raises `ContextError` if data or weights are missing, `ConfigError` if the settings do not fit each other, or need
+    what clients elsewhere keep.
     """
     config = resolve(config)
+    if engine is not None:
+        if isinstance(config.adapter, MemoryConfig) and config.adapter.share == "gates":
+            raise ConfigError(
+                "leaves a trained part with each client, and the server has none to judge a state with",
+                where="adapter.share = gates",
+                remedy="Over many machines give rules.",
+            )
+        config = dataclasses.replace(config, machine=dataclasses.replace(config.machine, workers=1))
     check_device(config.machine.device)
     task: ImageTask | NeedleTask | ChoicesTask
     reads: dict[str, str] = {}
@@ -109,7 +132,7 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
     adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
     _payloads(config, adapters[0].layout)
     warn_if_inexact(adapters[0])
-    examples = task.examples(None)
+    examples = task.examples(None) if examples is None else examples
     agreement = Agreement(
         layout=adapters[0].layout,
         codec=config.codec,
@@ -133,10 +156,12 @@ def build(config: RunConfig, *, note: Callable[[str], object] = lambda text: Non
         from nestling.inference.cache import new_cache
 
         recalls = Recalls(base, workers, task, round_task, config.adapter, new_cache, prefix)
-    engine = InProcessEngine(
-        [w.handle for w in workers], deadline=config.server.deadline, stragglers=config.server.stragglers, stop=stop
-    )
-    return Parts(base, hashed, task, workers, engine, server, agreement, recalls)
+    elsewhere = engine is not None
+    if engine is None:
+        engine = InProcessEngine(
+            [w.handle for w in workers], deadline=config.server.deadline, stragglers=config.server.stragglers, stop=stop
+        )
+    return Parts(base, hashed, task, workers, engine, server, agreement, recalls, elsewhere)
 
 
 def _load_images(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, ImageTask]:

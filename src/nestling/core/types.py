@@ -38,3 +38,16 @@ class Progress:
     asked: int
     bytes_so_far: int
     seconds: float
+
+    def __str__(self) -> str:
+        """One line with stable keys, or the step where no round has ended.
+
+        >>> print(Progress("federating", 1, 10, 0.5, 3, 4, 1024, 2.5))
+        round=1/10 clients=3/4 accuracy=0.5000 bytes=1024 seconds=2.5
+        """
+        if not self.round:
+            return self.step
+        return (
+            f"round={self.round}/{self.rounds} clients={self.accepted}/{self.asked} accuracy={self.accuracy:.4f} "
+            f"bytes={self.bytes_so_far} seconds={self.seconds:.1f}"
+        )

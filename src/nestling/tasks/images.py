@@ -57,6 +57,12 @@ class ImageTask:
         """How many training items a client holds."""
         return len(self._train) if client is None else len(self._shares[client])
 
+    def whole(self, client: int) -> "ImageTask":
+        """The same items, all of them `client`'s: where a client's data is what lies on its own machine."""
+        nothing, all_of_them = np.arange(0), np.arange(len(self._train))
+        shares = [all_of_them if each == client else nothing for each in self.clients()]
+        return ImageTask(self._train, self._held_out, shares, classes=self.classes, device=str(self.device))
+
     def batches(self, client: int | None, *, size: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches of at most `size`, each item once; the last one may be smaller. The order, and what
         augmentation makes of each item, depend only on (seed, client, epoch)."""

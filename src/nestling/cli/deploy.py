@@ -1,0 +1,249 @@
+"""`nestling serve`, `join` and `keys`: the two sides of a federation over Flower, and who may take part."""
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from nestling.core.errors import ConfigError
+
+Positional = tyro.conf.Positional
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeCommand:
+    """Be the server: makes what it needs in DIR on first use, then waits for sites and runs until it is stopped."""
+
+    dir: str
+    """The server's folder: certificates, run database, bases, runs."""
+    host: str = "127.0.0.1"
+    """The address to listen at; 0.0.0.0 for all of this machine's."""
+    port: int = 8443
+    name: tuple[str, ...] = ()
+    """Names or addresses under which sites reach this machine; they go into the certificate."""
+    control: tuple[str, ...] = ()
+    """Addresses besides this machine's own from which runs may be submitted and keys registered."""
+    data: str = ""
+    """Where the held-out items lie, in the place of task.path."""
+    model: str = ""
+    """For language runs: the model on this machine, in the place of base.model."""
+    device: str = "cpu"
+    wait: float = 300.0
+    """Seconds to wait for the sites before a run is given up."""
+    insecure: bool = False
+    """No TLS and no keys: only to try things on one machine."""
+
+
+def serve(args: Sequence[str]) -> int:
+    """`nestling serve`; returns Flower's exit code."""
+    c = tyro.cli(tyro.conf.FlagCreatePairsOff[ServeCommand], args=list(args), prog="nestling serve")
+    from nestling.deploy import programs
+    from nestling.deploy.folder import FedSettings, make_private, write_settings
+
+    host = c.host.strip("[]")
+    programs.check_secure(host, insecure=c.insecure)
+    allowed = ["127.0.0.1", "::1", *programs.check_addresses(c.control)]
+    fed = make_private(Path(c.dir).resolve())
+    programs.write_programs(fed)
+    settings = FedSettings(
+        _resolved(c.data), device=c.device, wait=c.wait, authenticated=not c.insecure, model=_model(c.model)
+    )
+    write_settings(fed, settings)
+    everywhere = programs.is_everywhere(host)
+    ca = None
+    if not c.insecure:
+        from nestling.deploy.certificates import is_good, make_certificates
+
+        ca = fed / "certificates"
+        names = [*c.name, *([] if everywhere else [host])]
+        if not is_good(ca, names):
+            make_certificates(ca, names)
+        if everywhere and not c.name:
+            print("nestling: the certificate is for this machine alone; give --name for others", file=sys.stderr)
+    loopback = "::1" if ":" in host else "127.0.0.1"
+    here = programs.join_address(loopback if everywhere else host, c.port)
+    # Nothing is downloaded because a run says so.
+    environment = programs.environment(fed, {"NESTLING_FED": str(fed), "HF_HUB_OFFLINE": "1"})
+    programs.write_connection(fed / "flower", server=here, ca=ca / "ca.crt" if ca else None)
+    line = programs.super_link(fed, host=host, port=c.port, certificates=ca, control=allowed)
+    print(f"nestling: serving at {programs.join_address(host, c.port)} from {fed}")
+    if ca:
+        print(
+            f"nestling: sites need {ca / 'ca.crt'}, and their keys: nestling keys add SITE.pub --client N --dir {c.dir}"
+        )
+    sys.stdout.flush()
+    return programs.run_until_ended(line, environment)
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinCommand:
+    """Be a site: its data stays here, and a worker trains on it whenever the server asks."""
+
+    server: str
+    """HOST:PORT of 'nestling serve'."""
+    client: int
+    """Which client of the federation this site is."""
+    dir: str = "site"
+    """The site's folder: what it has agreed to, and what its client keeps between rounds."""
+    ca: str = ""
+    """The server's ca.crt."""
+    key: str = ""
+    """This site's key, of 'nestling keys new'."""
+    data: str = ""
+    """Where its data lies, in the place of task.path."""
+    whole: bool = False
+    """All training items there are this client's; else its share of a set that all sites hold."""
+    model: str = ""
+    """For language runs: the model on this machine, in the place of base.model."""
+    device: str = "cpu"
+    limit: float = 3600.0
+    """Seconds after which a call is taken to hang, and ended."""
+    idle: float = 1800.0
+    """Seconds without a call after which the worker frees its memory."""
+    threads: int = 1
+    """The worker's; more are faster for a large model, and may give other bits than a run in one process."""
+    new_base: bool = False
+    """Agree to another base than the one this site has met first."""
+    insecure: bool = False
+    """No TLS and no key: only to try things on one machine."""
+
+
+def join(args: Sequence[str]) -> int:
+    """`nestling join`; returns Flower's exit code."""
+    c = tyro.cli(tyro.conf.FlagCreatePairsOff[JoinCommand], args=list(args), prog="nestling join")
+    from nestling.deploy import programs, proxy
+    from nestling.deploy.folder import LONGEST_SOCKET, SiteSettings, make_private, only_one, write_settings
+
+    programs.check_secure(programs.split_address(c.server)[0], insecure=c.insecure)
+    ca, key = _credentials(c.ca, c.key, insecure=c.insecure)
+    settings = SiteSettings(
+        c.client, _resolved(c.data), c.whole, _model(c.model), c.device, c.limit, c.idle, threads=c.threads
+    )
+    site = make_private(Path(c.dir).resolve())
+    if len(str(site / proxy.SOCKET).encode()) > LONGEST_SOCKET:
+        raise ConfigError("is too long a path for a socket", where="--dir", remedy="Give a folder nearer to the root.")
+    with only_one(site / "join.lock", "another 'nestling join' is at work in it", where=str(site)):
+        if proxy.is_alive(site):
+            proxy.kill(site)  # of an earlier 'join', with its settings
+        if c.new_base:
+            (site / "pinned").unlink(missing_ok=True)
+        programs.write_programs(site)
+        write_settings(site, settings)
+        line = programs.super_node(site, server=c.server, ca=ca, key=key, port=_free_port())
+        print(f"nestling: client {c.client} joins {c.server} from {site}", flush=True)
+        try:
+            return programs.run_until_ended(line, programs.environment(site, {}))
+        finally:
+            proxy.kill(site)
+
+
+def _credentials(ca: str, key: str, *, insecure: bool) -> tuple[Path | None, Path | None]:
+    if insecure:
+        return None, None
+    for where, given in (("--ca", ca), ("--key", key)):
+        if not given or not Path(given).is_file():
+            raise ConfigError(
+                f"{given!r} is no file" if given else "is missing",
+                where=where,
+                remedy="ca.crt is the server's; 'nestling keys new' makes a key.",
+            )
+    return Path(ca).resolve(), Path(key).resolve()
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
+
+
+def _model(model: str) -> str:
+    return _resolved(model) if Path(model).exists() else model
+
+
+def _free_port() -> int:
+    """A port on the loopback for the site's own processes; nobody else has it at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class NewKey:
+    """At a site: make its key pair."""
+
+    path: Positional[str]
+    """The private key, which stays; beside it PATH.pub, which goes to the server's owner."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AddKey:
+    """At the server, while it runs: let the owner of a key join, as one client."""
+
+    public: Positional[str]
+    """The site's .pub file."""
+    client: int
+    dir: str = "fed"
+    """The server's folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListKeys:
+    """At the server, while it runs: who may join, and who is connected."""
+
+    dir: str = "fed"
+    """The server's folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RevokeKey:
+    """At the server, while it runs: refuse a client's key from now on."""
+
+    client: int
+    dir: str = "fed"
+    """The server's folder."""
+
+
+Keys = (
+    Annotated[NewKey, tyro.conf.subcommand("new")]
+    | Annotated[AddKey, tyro.conf.subcommand("add")]
+    | Annotated[ListKeys, tyro.conf.subcommand("list")]
+    | Annotated[RevokeKey, tyro.conf.subcommand("revoke")]
+)
+
+
+def keys(args: Sequence[str]) -> int:
+    """`nestling keys new|add|list|revoke`."""
+    command: object = tyro.cli(Keys, args=list(args), prog="nestling keys")  # type: ignore[call-overload]
+    from nestling.deploy import keys as made
+    from nestling.deploy import programs
+
+    if isinstance(command, NewKey):
+        public = made.new_key(Path(command.path))
+        print(f"{public}  {made.fingerprint(public)}")
+        return 0
+    assert isinstance(command, AddKey | ListKeys | RevokeKey)
+    fed = Path(command.dir).resolve()
+    if not (fed / "flower" / "config.toml").is_file():
+        raise ConfigError("is no server's folder", where=str(fed), remedy="It is made by 'nestling serve --dir'.")
+
+    def flower(arguments: list[str]) -> str:
+        return programs.flwr(fed, arguments)
+
+    if isinstance(command, AddKey):
+        if command.client < 0:
+            raise ConfigError("is negative", where="--client", remedy="Give 0, 1, 2, …")
+        key = made.add_key(flower, fed, Path(command.public), command.client)
+        print(f"client {key.client}  {key.fingerprint}")
+    elif isinstance(command, RevokeKey):
+        made.revoke_key(flower, fed, command.client)
+        print(f"client {command.client} is refused from now on")
+    else:
+        table = Table("client", "key", "site", box=None)
+        for key in made.list_keys(flower, fed):
+            table.add_row(str(key.client), key.fingerprint, key.status)
+        Console().print(table)
+    return 0

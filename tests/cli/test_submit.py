@@ -1,0 +1,58 @@
+"""What a run says of itself on the server is shown here, and how it ended there is how the command ends."""
+
+import pytest
+from small import finished
+
+from nestling.cli.main import main
+from nestling.cli.submit import followed
+from nestling.core.errors import RunError, WireError
+from nestling.deploy.said import ERROR, LINE, RESULT
+from nestling.runs.files import to_json
+
+
+def test_lines_of_ours_are_shown_and_the_result_is_read(capsys: pytest.CaptureFixture) -> None:
+    result = finished()[1]
+    log = ["INFO : Starting", f"\x1b[92m{LINE}round=1/2 \x1b[0mx\u202e", "", RESULT + to_json(result.to_dict()), "more"]
+    assert followed((f"{line}\n".encode() for line in log), to_stderr=False) == result
+    assert capsys.readouterr().out == "round=1/2 x\\u202e\n"
+    followed((f"{line}\n".encode() for line in log), to_stderr=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ["\x1b[32m🎊 Successfully started run 18446744073709551615\x1b[0m", RESULT + to_json(finished()[1].to_dict())]
+    followed((f"{line}\n".encode() for line in log), to_stderr=False)
+    assert "submit --stop 18446744073709551615" in capsys.readouterr().out
+
+    programs = pytest.importorskip("nestling.deploy.programs")
+    said, asked = {"success": True, "run-id": "5"}, list[list[str]]()
+    monkeypatch.setattr(programs, "flwr", lambda folder, args: asked.append(args) or f"✋ Stopping\n{to_json(said)}")
+    stop = ["submit", "--stop", "5", "--server", "127.0.0.1:1", "--insecure"]
+    assert main(stop) == 0
+    assert asked == [["stop", "5", "nestling", "--format", "json"]]
+    said = {"success": False, "error-message": "no such run"}
+    assert main(stop) == 7
+    assert "no such run" in capsys.readouterr().err
+
+
+def test_an_error_there_is_the_error_here() -> None:
+    told = [f'{ERROR}{{"error": "sites of clients 1: are not there.", "exit_code": 7}}'.encode()]
+    with pytest.raises(RunError, match="sites of clients 1: are not there") as caught:
+        followed(told, to_stderr=False)
+    assert caught.value.exit_code == 7
+    with pytest.raises(RunError) as caught:
+        followed([f'{ERROR}{{"exit_code": 0}}'.encode()], to_stderr=False)
+    assert caught.value.exit_code == 1
+
+
+def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
+    with pytest.raises(RunError, match="no such host"):
+        followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', "NaN"])
+def test_a_result_is_read_as_strictly_as_a_file(text: str) -> None:
+    with pytest.raises(WireError):
+        followed([f"{RESULT}{text}".encode()], to_stderr=False)

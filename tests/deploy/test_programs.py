@@ -1,0 +1,256 @@
+"""Flower's programs are started with our settings and ours in front, and nothing without TLS leaves this machine."""
+
+import asyncio
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+
+from nestling.cli.main import main
+from nestling.core.errors import ConfigError, ContextError
+from nestling.deploy import programs
+from nestling.deploy.folder import FedSettings, read_settings
+from nestling.engines import flower_compat as compat
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "fed.example.org", "localhost.example.org", ""])
+def test_without_tls_only_this_machine_is_reached(host: str) -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        programs.check_secure(host, insecure=True)
+    programs.check_secure(host, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"])
+def test_the_loopback_may_be_tried_without_tls(host: str) -> None:
+    programs.check_secure(host, insecure=True)
+
+
+def test_a_name_that_begins_like_the_loopback_is_not_it() -> None:
+    with pytest.raises(ConfigError):
+        programs.check_secure("127.evil.example", insecure=True)
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        programs.split_address(address)
+
+
+def test_every_program_that_a_bundle_could_ask_for_is_ours(tmp_path: Path) -> None:
+    programs.write_programs(tmp_path)
+    made = sorted((tmp_path / "bin").iterdir())
+    assert [path.name for path in made] == compat.task_programs()
+    assert {compat.CLIENT_APP, compat.SERVER_APP, "flwr-agentapp"} <= {path.name for path in made}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    done = subprocess.run([tmp_path / "bin" / "flwr-agentapp", "--insecure"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "settings, and no code" in done.stderr
+
+
+def test_a_program_that_cannot_be_executed_is_never_left_to_flowers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk mounted noexec: what is looked up in PATH would be the next of that name."""
+    usual = Path.chmod
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: usual(path, 0o600 if path.name == "flwr-clientapp" else mode))
+    with pytest.raises(ContextError, match=r"flwr-clientapp: cannot be executed.*noexec"):
+        programs.write_programs(tmp_path)
+
+
+@pytest.mark.parametrize("sign", [":", '"', "\\", "\n"])
+def test_a_folder_that_would_be_told_as_another_is_refused(sign: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"a{sign}b"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="--dir"):
+        programs.write_programs(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_no_module_comes_from_the_folder_in_which_a_command_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "here" / "nestling"
+    planted.mkdir(parents=True)
+    (planted / "__init__.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(planted.parent)
+    programs.write_programs(tmp_path)
+    done = subprocess.run([tmp_path / "bin" / "flwr-agentapp"], capture_output=True, text=True)
+    assert "settings, and no code" in done.stderr
+    line = programs.super_link(tmp_path, host="::1", port=1, certificates=None, control=[])
+    assert line[:3] == [sys.executable, "-P", "-m"]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_command_ends_what_it_started(number: int, tmp_path: Path) -> None:
+    program = f"""
+import os, sys
+from nestling.cli.main import _signals
+from nestling.deploy.programs import run_until_ended
+with _signals():
+    run_until_ended(["{shutil.which("sh")}", "-c", "echo $$; exec sleep 60"], os.environ)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(number)
+        process.wait(30)
+    until = time.monotonic() + 30
+    while is_there(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_environment_is_silent_and_has_our_programs_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.setenv("FLWR_LICENSE_KEY", "secret")
+    found = programs.environment(tmp_path, {"NESTLING_FED": "here"})
+    assert found["PATH"].split(":")[:2] == [str(tmp_path / "bin"), str(Path(sys.executable).parent)]
+    assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"], found["NESTLING_FED"]) == (
+        "0", "1", "here",
+    )  # fmt: skip
+    assert "FLWR_LICENSE_KEY" not in found
+    assert found["FORWARDED_ALLOW_IPS"] == ""
+
+
+def test_a_secure_server_asks_for_keys_and_installs_nothing(tmp_path: Path) -> None:
+    line = programs.super_link(tmp_path, host="192.0.2.1", port=1, certificates=tmp_path, control=["127.0.0.1"])
+    assert {"--enable-supernode-auth", "--disable-runtime-dependency-installation"} <= set(line)
+    assert "--insecure" not in line
+
+
+@pytest.mark.parametrize("ca", [None, Path("/a/ca.crt")])
+def test_the_connection_is_as_flower_reads_it(tmp_path: Path, ca: Path | None) -> None:
+    programs.write_connection(tmp_path, server="host:1", ca=ca)
+    told = tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["nestling"]
+    assert told == {"address": "host:1"} | ({"root-certificates": "/a/ca.crt"} if ca else {"insecure": True})
+
+
+def answered(path: str, host: str, *, to: str = "203.0.113.1", claims: str = "", trusted: str = "") -> int:
+    """The status that a request from `host` to our address `to` gets, behind what uvicorn makes of its claims."""
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+    said: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        said.append(200)
+
+    async def send(message: dict[str, Any]) -> None:
+        if "status" in message:
+            said.append(message["status"])
+
+    headers = [(b"x-forwarded-for", claims.encode())] if claims else []
+    scope: Any = {"type": "http", "path": path, "client": (host, 5), "server": (to, 8443), "headers": headers}
+    guarded: Any = ProxyHeadersMiddleware(compat.OnlyFrom(app, allowed=frozenset({"127.0.0.1"})), trusted_hosts=trusted)
+    asyncio.run(guarded(scope, None, send))
+    return said[0]
+
+
+def test_only_nodes_are_answered_from_elsewhere() -> None:
+    for path in ("/v1/control/start-run", "/v1/runtime/pull-task", "/docs", "/v1/fleetx", "/V1/fleet/", ""):
+        assert answered(path, "192.0.2.1") == 403, path
+        assert answered(path, "127.0.0.1") == 200, path
+    assert answered("/v1/fleet/pull-messages", "192.0.2.1") == 200
+
+
+def test_who_connects_to_an_address_of_this_machine_from_it_is_this_machine() -> None:
+    assert answered("/v1/control/start-run", "203.0.113.1", to="203.0.113.1") == 200
+    assert answered("/v1/control/start-run", "", to="") == 403
+
+
+def test_nobody_can_claim_to_come_from_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    assert answered("/v1/control/start-run", "192.0.2.1", claims="127.0.0.1", trusted="*") == 200
+    trusted = programs.environment(tmp_path, {})["FORWARDED_ALLOW_IPS"]
+    assert answered("/v1/control/start-run", "192.0.2.1", claims="127.0.0.1", trusted=trusted) == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("0.0.0.0", "127.0.0.1:8443"),
+        ("::", "[::1]:8443"),
+        ("[::1]", "[::1]:8443"),
+        ("a.example", "a.example:8443"),
+    ],
+)
+def test_a_server_is_told_where_it_is_and_what_is_its_own(
+    host: str, here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment: started.append((line, environment)) or 0)
+    fed = tmp_path / "fed"
+    assert main(["serve", "--dir", str(fed), "--host", host, "--control", "2001:DB8::1", "--model", "hub/name"]) == 0
+    line, environment = started[0]
+    assert line[4:6] == ["flower-superlink", "127.0.0.1,::1,2001:db8::1"]
+    assert line[line.index("--host") + 1] == host.strip("[]")
+    assert tomllib.loads((fed / "flower" / "config.toml").read_text())["superlink"]["nestling"]["address"] == here
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    settings = read_settings(FedSettings, fed)
+    assert (settings.model, settings.authenticated) == ("hub/name", True)
+
+
+def test_a_private_name_that_is_gone_is_an_error_and_never_a_guard_left_out() -> None:
+    with pytest.raises(ContextError, match="bundles could bring code"):
+        compat._replace(subprocess, "no_such_name", None)
+
+
+def test_the_private_names_are_there() -> None:
+    from importlib import import_module
+
+    for module, names in (
+        ("flwr.supernode.runtime.run_clientapp", "install_from_fab get_load_client_app_fn install_app_dependencies"),
+        (
+            "flwr.superlink.runtime.run_serverapp",
+            "run_ install_app_dependencies install_from_fab get_project_config get_fused_config_from_dir",
+        ),
+        ("flwr.common.config", "get_fused_config_from_fab get_fab_config"),
+        ("flwr.supercore.run", "RunNotRunningException"),
+        ("flwr.superlink.extensions", "get_middleware"),
+    ):
+        for name in names.split():
+            assert hasattr(import_module(module), name), name
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["serve", "--dir", "fed", "--host", "0.0.0.0", "--insecure"],
+        ["serve", "--dir", "fed", "--control", "admin.example.org"],
+        ["serve", "--dir", "fed", "--control", "192.0.2.0/24"],
+        ["submit", "--stop", "1", "--server", "fed.example.org:1", "--insecure"],
+        ["join", "--server", "fed.example.org:1", "--client", "0", "--insecure"],
+        ["join", "--server", "127.0.0.1:1", "--client", "0"],
+        ["submit", "flite-digits", "--server", "fed.example.org:1", "--insecure"],
+        ["submit", "flite-digits", "--server", "fed.example.org:1"],
+        ["submit", "flite-digits"],
+        ["keys", "list", "--dir", "nowhere"],
+    ],
+)
+def test_what_is_not_safe_or_not_there_is_refused_before_anything_is_made(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    assert capsys.readouterr().err.startswith("nestling: ")
+    assert list(tmp_path.iterdir()) == []

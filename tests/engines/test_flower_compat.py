@@ -1,0 +1,153 @@
+"""What stands in the place of a part of Flower: a run ends as in a terminal, and of a bundle nothing is kept."""
+
+import io
+import signal
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+
+from nestling.deploy.bundle import write_bundle
+from nestling.engines import flower_compat as compat
+
+NAMES = ("install_from_fab", "get_project_config", "get_fused_config_from_dir", "run_", "install_app_dependencies")
+
+
+class ServerApp:
+    """`flwr-serverapp`, which does `body` with the module whose names were replaced, under handlers of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.where: Any = import_module("flwr.superlink.runtime.run_serverapp")
+        for name in NAMES:  # as they were, after the test
+            monkeypatch.setattr(self.where, name, getattr(self.where, name))
+        self.body: Callable[[Any], object] = lambda where: None
+        self.handled: list[int] = []
+        monkeypatch.setattr(import_module("flwr.superlink.cli.flwr_serverapp"), "flwr_serverapp", self)
+
+    def __call__(self) -> None:
+        self.body(self.where)
+
+    def handle(self, number: int, frame: object) -> None:
+        self.handled.append(number)
+        raise SystemExit(0)
+
+
+@pytest.fixture
+def flower(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerApp]:
+    made = ServerApp(monkeypatch)
+    usual = {number: signal.signal(number, made.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield made
+    for number, handler in usual.items():
+        signal.signal(number, handler)
+
+
+class Ended:
+    """A grid whose run is over."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def get_nodes(self) -> list[Any]:
+        raise self.error
+
+
+def http(status: int) -> Exception:
+    import httpx
+
+    return httpx.HTTPStatusError("no", request=httpx.Request("POST", "https://a"), response=httpx.Response(status))
+
+
+def not_running() -> BaseException:
+    ended: BaseException = import_module("flwr.supercore.run").RunNotRunningException()
+    return ended
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda grid: signal.raise_signal(signal.SIGINT),
+        lambda grid: signal.raise_signal(signal.SIGTERM),
+        lambda grid: compat.StoppableGrid(Ended(not_running())).get_nodes(),
+        lambda grid: compat.StoppableGrid(Ended(http(401))).get_nodes(),
+        lambda grid: compat.StoppableGrid(Ended(http(403))).get_nodes(),
+        lambda grid: grid.get_nodes(),
+    ],
+)
+def test_a_run_that_is_ended_can_say_so_before_flower_ends_the_process(
+    end: Callable[[Any], object], flower: ServerApp
+) -> None:
+    said: list[object] = []
+
+    def app(grid: Any, context: object) -> None:
+        try:
+            end(grid)
+        except BaseException as error:
+            signal.raise_signal(signal.SIGINT)  # a second one does not come between
+            said.append((type(error), list(flower.handled)))
+            raise
+
+    flower.body = lambda where: where.run_(
+        grid=Ended(not_running()), context=None, server_app_dir="", server_app_attr=""
+    )
+    with pytest.raises(SystemExit):
+        compat.run_server_task(lambda: app)
+    assert said == [(KeyboardInterrupt, [])]
+    assert flower.handled == [signal.SIGINT]
+
+
+def test_another_error_of_the_grid_stays_one_and_flowers_handlers_come_back(flower: ServerApp) -> None:
+    flower.body = lambda where: where.run_(grid=Ended(http(500)), context=None)
+    with pytest.raises(type(http(500))):
+        compat.run_server_task(lambda: lambda grid, context: grid.get_nodes())
+    assert signal.getsignal(signal.SIGTERM) == flower.handle
+
+
+def test_the_settings_of_a_bundle_are_read_and_nothing_of_it_reaches_the_disk(
+    flower: ServerApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home" / "flower"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    write_bundle(tmp_path / "bundle", None, resume="trial")
+    text = (tmp_path / "bundle" / "pyproject.toml").read_text()
+    version = next(line for line in text.splitlines() if line.startswith("version"))
+    text = text.replace(version, 'version = "1/../../../out/x"')  # a part of the path that Flower unpacks it to
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as bundle:
+        for name, content in (
+            ("pyproject.toml", text),
+            ("LICENSE", "x"),
+            ("evil.py", "raise SystemExit"),
+            (".info/CONTENT", ""),
+        ):
+            bundle.writestr(name, content)
+    before = sorted(tmp_path.rglob("*"))
+    read: list[Any] = []
+
+    def body(where: Any) -> None:
+        where.install_from_fab(packed.getvalue(), skip_prompt=True)
+        read.append(where.get_project_config("nowhere")["tool"]["flwr"]["app"]["components"]["serverapp"])
+        read.append(where.get_fused_config_from_dir(Path("nowhere"), {"config": "given"}))
+
+    flower.body = body
+    compat.run_server_task(lambda: lambda grid, context: None)
+    assert read == ["nestling.deploy.app:server_app", {"config": "given", "resume": "trial"}]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_error_of_the_way_is_told_from_one_of_what_came() -> None:
+    assert compat.is_of_connection(http(500))
+    assert not compat.is_of_connection(ValueError("garbage"))
+
+
+def test_flower_has_the_codes_by_these_numbers() -> None:
+    codes = import_module("flwr.common.constant").ErrorCode
+    assert SimpleNamespace(lost=codes.NODE_UNAVAILABLE, expired=codes.MESSAGE_UNAVAILABLE) == SimpleNamespace(
+        lost=compat.NODE_LOST, expired=compat.EXPIRED
+    )
