@@ -181,7 +181,7 @@ def test_a_preset_of_a_model_that_is_not_here_is_planned_from_its_sizes(
     assert plan(lora).method == "fedavg-lora"
 
 
-def test_by_command_with_flags_and_resumed_to_the_same_bits(
+def test_by_command_with_flags(
     finished: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"

@@ -38,7 +38,7 @@ over Flower, on many machines (docs/DEPLOY.md):
   serve --dir FED               the server: certificates, run database, runs
   keys new|add|list|revoke      who may join, and as which client
   join --server HOST:PORT …     a site: its data stays, and trains
-  submit CONFIG [SETTINGS]      run a config on the server, and follow it
+  submit CONFIG [SETTINGS]      run a config on the server, and follow it; --resume RUN, --stop NUMBER
 
 CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --rounds 20 --codec.bits 4.
 'nestling COMMAND --help' says more; 'nestling run flite-digits --help' lists all settings.
