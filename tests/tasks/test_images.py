@@ -238,3 +238,14 @@ def test_what_is_judged_is_never_moved() -> None:
 def test_the_setting_reaches_the_task(own_test) -> None:
     assert make_task(TaskConfig(data="cifar10", augment="crop-flip"), seed=0).augment
     assert not make_task(TaskConfig(data="cifar10"), seed=0).augment
+
+
+def test_where_all_items_are_one_clients_nothing_else_is_changed() -> None:
+    task = augmented(True)
+    whole = task.whole(1)
+    assert whole.clients() == task.clients()
+    assert [whole.examples(client) for client in whole.clients()] == [
+        100 if client == 1 else 0 for client in task.clients()
+    ]
+    assert whole.augment
+    assert (whole.classes, whole.device, whole.held_out_items) == (task.classes, task.device, task.held_out_items)

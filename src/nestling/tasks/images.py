@@ -61,7 +61,9 @@ class ImageTask:
         """The same items, all of them `client`'s: where a client's data is what lies on its own machine."""
         nothing, all_of_them = np.arange(0), np.arange(len(self._train))
         shares = [all_of_them if each == client else nothing for each in self.clients()]
-        return ImageTask(self._train, self._held_out, shares, classes=self.classes, device=str(self.device))
+        return ImageTask(
+            self._train, self._held_out, shares, classes=self.classes, device=str(self.device), augment=self.augment
+        )
 
     def batches(self, client: int | None, *, size: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches of at most `size`, each item once; the last one may be smaller. The order, and what
