@@ -181,9 +181,7 @@ def test_a_preset_of_a_model_that_is_not_here_is_planned_from_its_sizes(
     assert plan(lora).method == "fedavg-lora"
 
 
-def test_by_command_with_flags(
-    finished: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_command_with_flags(finished: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(choices_toml(tmp_path / "runs"))
     assert main(["run", str(path), "--task.train-items", "4", "--rounds", "1", "--machine.no-references"]) == 0

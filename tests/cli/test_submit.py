@@ -26,6 +26,7 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
     followed((f"{line}\n".encode() for line in log), to_stderr=False)
     assert "submit --stop 18446744073709551615" in capsys.readouterr().out
 
+    pytest.importorskip("cryptography")
     programs = pytest.importorskip("nestling.deploy.programs")
     said, asked = {"success": True, "run-id": "5"}, list[list[str]]()
     monkeypatch.setattr(programs, "flwr", lambda folder, args: asked.append(args) or f"✋ Stopping\n{to_json(said)}")

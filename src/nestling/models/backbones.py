@@ -96,7 +96,7 @@ def _metadata_in_order(file: bytes) -> bytes:
     length = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + length])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + file[8 + length :]
 
