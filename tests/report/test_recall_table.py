@@ -4,9 +4,9 @@ import dataclasses
 import io
 
 import pytest
-from conftest import BASE
 from rich.console import Console
 
+from conftest import BASE
 from nestling.cli.main import main
 from nestling.report.html import write_report
 from nestling.report.recalls import (
