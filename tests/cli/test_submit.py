@@ -57,3 +57,18 @@ def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
 def test_a_result_is_read_as_strictly_as_a_file(text: str) -> None:
     with pytest.raises(WireError):
         followed([f"{RESULT}{text}".encode()], to_stderr=False)
+
+
+@pytest.mark.parametrize("line", [["keys", "list"], ["keys", "new", "k"], ["submit", "--stop", "5"]])
+def test_without_flower_each_command_names_the_extra(
+    line: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nestling.engines import flower_compat
+
+    def version(name: str) -> str:
+        raise flower_compat.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(flower_compat.metadata, "version", version)
+    where = ["--server", "127.0.0.1:1", "--insecure"] if line[0] == "submit" else []
+    assert main([*line, *where]) == 3
+    assert "pip install 'nestling[flower]'" in capsys.readouterr().err

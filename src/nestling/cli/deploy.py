@@ -218,6 +218,9 @@ Keys = (
 def keys(args: Sequence[str]) -> int:
     """`nestling keys new|add|list|revoke`."""
     command: object = tyro.cli(Keys, args=list(args), prog="nestling keys")  # type: ignore[call-overload]
+    from nestling.engines import flower_compat
+
+    flower_compat.require()  # it brings what makes keys
     from nestling.deploy import keys as made
     from nestling.deploy import programs
 

@@ -81,6 +81,9 @@ def submit(args: Sequence[str]) -> int:
             here / "flower", server=command.server, ca=None if command.insecure else Path(command.ca).resolve()
         )
         if isinstance(command, StopThere):
+            from nestling.engines import flower_compat
+
+            flower_compat.require()
             from nestling.deploy.keys import answer
 
             answer(programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"]))
