@@ -1,0 +1,242 @@
+"""What the two papers claim, beside what we measured, each with a verdict that follows from numbers.
+
+The verdict is computed here from benchmarks/results, not written: *reproduced* if our 95 % interval lies on the side
+the claim says (or holds its figure, where it is one), *contradicted* if it lies on the other, *not told apart* if it
+holds both, *direction only* where what we measured is another quantity than theirs. `documents.py` puts the table into
+docs/CLAIMS.md. Differences of runs are paired, over seeds (t) or over items (bootstrap).
+"""
+
+import nestling  # first: it sets how idle OpenMP threads wait
+
+# isort: split
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from saved import Missing, lines, points, read, result
+
+from nestling.build import plan
+from nestling.report.intervals import interval
+from nestling.report.tables import human_bytes
+from nestling.runs.result import Result
+from nestling.tasks.recall import paired_difference
+
+PARETO, ABLATIONS = "python benchmarks/pareto.py --json", "python benchmarks/ablations.py --json"
+NO_DATA = ("its data are on no package index; one command is in [BENCHMARKS.md](BENCHMARKS.md)", "not testable here")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line: what is claimed, the paper's figure, and ours with the verdict."""
+
+    says: str
+    figure: str
+    ours: Callable[[], tuple[str, str]]
+
+
+def verdict(low: float, high: float, *, above: float) -> str:
+    """Whether an interval says that the number is above a bound.
+
+    >>> verdict(1.0, 2.0, above=0.0), verdict(-2.0, -1.0, above=0.0), verdict(-1.0, 1.0, above=0.0)
+    ('reproduced', 'contradicted', 'not told apart')
+    """
+    return "reproduced" if low > above else "contradicted" if high < above else "not told apart"
+
+
+def over_seeds(a: list[Result], b: list[Result]) -> tuple[float, float, float]:
+    """Mean of a − b over the seeds both have, and the ends of its 95 % t-interval."""
+    other = {r.seed: r.accuracy for r in b}
+    found = [r.accuracy - other[r.seed] for r in a if r.seed in other]
+    mean = sum(found) / len(found)
+    low, high = interval(found, 0) or (mean, mean)
+    return mean, low, high
+
+
+def digits(method: str, codec: str = "float32", file: str = "digits_5_seeds") -> list[Result]:
+    """The runs of one method in the main table."""
+    results = map(Result.from_dict, read(file))
+    return [r for r in results if (r.method, r.codec) == (method, codec)]
+
+
+def swept(claim: str, setting: str) -> list[Result]:
+    """The runs of one row of the ablations."""
+    rows = read("ablations", ABLATIONS)["rows"]
+    (row,) = (r for r in rows if (r["claim"], r["setting"]) == (claim, setting))
+    return list(map(Result.from_dict, row["results"]))
+
+
+def method(label: str) -> list[Result]:
+    """The runs of one row of the table of all methods."""
+    return list(map(Result.from_dict, read("pareto", PARETO)["methods"][label]["results"]))
+
+
+def mean(results: list[Result]) -> float:
+    return sum(r.accuracy for r in results) / len(results)
+
+
+# FLITE
+
+
+def averaging() -> tuple[str, str]:
+    worst = max(r.averaging_error or 0.0 for r in digits("flite"))
+    return f"{worst:.0e} (main job, 5 seeds)", "reproduced" if worst < 1e-6 else "contradicted"
+
+
+def payload() -> tuple[str, str]:
+    config = nestling.load_config("flite-cifar100-resnet18")
+    planned = plan(config)
+    factor = 4 * planned.adapted_parameters / planned.payload_bytes_up
+    text = f"{planned.payload_bytes_up:,} B for {planned.adapted_parameters:,} weights: {factor:,.0f}×"
+    return text, "reproduced" if round(factor) == 8718 else "contradicted"
+
+
+def gap() -> tuple[str, str]:
+    small = over_seeds(digits("fedavg"), digits("flite"))
+    file = "digits_resnet18_w32"
+    large = over_seeds(digits("fedavg", file=file), digits("flite", file=file))
+    text = f"FedAvg − FLITE: {points(*small)} with 77,744 weights, {points(*large)} with 2.8 million"
+    reproduced = large[1] <= 0.005 <= large[2] and not small[1] <= 0.005 <= small[2]
+    return text, "reproduced on the larger network, not on the small one" if reproduced else "see the figures"
+
+
+def gain() -> tuple[str, str]:
+    found = over_seeds(digits("flite"), digits("fedavg"))
+    return f"{points(*found)} (main job, α = 0.1)", verdict(*found[1:], above=0)
+
+
+def int4() -> tuple[str, str]:
+    found = over_seeds(digits("flite", "int4-message"), digits("flite"))
+    return f"{points(*found)} (5 seeds)", "reproduced" if found[1] <= 0.0006 <= found[2] else "contradicted"
+
+
+def rotated() -> tuple[str, str]:
+    found = over_seeds(method("FLITE, rotated 2 bits"), method("FLITE"))
+    return f"{points(*found)} at 328 B", "holds" if found[0] > -0.005 else "does not hold"
+
+
+def naive() -> tuple[str, str]:
+    one, fair, plain = (
+        mean(method(f"FedAvg{end}")) for end in (", int4 of weights (naive)", ", int4 of differences (fair)", "")
+    )
+    text = f"weights {100 * one:.1f} %, differences {100 * fair:.1f} %, float32 {100 * plain:.1f} %"
+    if one > plain - 0.05:
+        return text, "contradicted"
+    return text, "reproduced, as an artefact of coding" if fair > plain - 0.02 else "reproduced"
+
+
+def scratch() -> tuple[str, str]:
+    flite, fedavg = (swept("from scratch", f"{name} on a random base") for name in ("FLITE", "FedAvg"))
+    text = f"{100 * mean(flite):.1f} % (FedAvg from the same base {100 * mean(fedavg):.1f} %)"
+    low, high = over_seeds(fedavg, flite)[1:]
+    return text, verdict(low, high, above=0)
+
+
+def head() -> tuple[str, str]:
+    found = over_seeds(swept("the method", FLITE), swept("head", "random rows, frozen"))
+    return f"{points(*found)} against random rows", verdict(*found[1:], above=0)
+
+
+FLITE = "FLITE: 1,280 latents, frozen orthonormal head"
+
+# FedNL
+
+
+def hits(of: Result, row: str = "trained", key: str = "hits") -> list[bool]:
+    return [hit == "1" for client in of.recalls[row] for hit in client[key]]
+
+
+def used() -> tuple[str, str]:
+    of = result("needle_smollm2_product")
+    text = (
+        f"memory on − off, 1,400 items of seven kinds: of four {points(*of.gains['choice'])}, exact"
+        f" {points(*of.gains['exact'])}; of four {100 * sum(hits(of, key='choices')) / of.test_items:.1f} %"
+    )
+    return text, verdict(*of.gains["choice"][1:], above=0)
+
+
+def beside_full() -> tuple[str, str]:
+    of = result("needle_smollm2_product")
+    found = paired_difference(hits(of), hits(of, "full attention"))
+    return f"exact {points(*found)} against full attention", "below it" if found[2] < 0 else "not told apart"
+
+
+def beside_lora() -> tuple[str, str]:
+    found = paired_difference(hits(result("needle_smollm2_short")), hits(result("needle_smollm2_lora_short")))
+    return f"exact {points(*found)} (two kinds of fact, 100 items)", verdict(*found[1:], above=0)
+
+
+def without(flags: str) -> Callable[[], tuple[str, str]]:
+    """What a part is worth in the short form."""
+
+    def found() -> tuple[str, str]:
+        other = Result.from_dict(read("needle_smollm2_short_ablations")[flags])
+        worth = paired_difference(hits(result("needle_smollm2_short")), hits(other))
+        said = verdict(*worth[1:], above=0)
+        return f"worth {points(*worth)} exact answers", "direction only" if said == "reproduced" else said
+
+    return found
+
+
+def streaming() -> tuple[str, str]:
+    rows: dict[str, Any] = {row["row"]: row for row in read("streaming_address")["losses"]}
+    memory, window = (100 * rows[row]["relative"][-1] for row in ("memory", "window"))
+    text = (
+        f"last 1K against the first: memory {memory:+.1f} %, window without it {window:+.1f} %; perplexity"
+        f" {rows['memory']['perplexity']:.0f} and {rows['window']['perplexity']:.0f}"
+    ).replace("-", "−")
+    return text, "contradicted" if memory > window else "reproduced"
+
+
+def constant() -> tuple[str, str]:
+    rows = [r for r in read("streaming")["memory"] if r["row"] == "memory"]
+    held = sorted({f"{r['cache_bytes']:,} B" for r in rows})
+    text = f"{', '.join(held)} at {rows[0]['tokens']:,} to {rows[-1]['tokens']:,} tokens, with a window"
+    return text, "reproduced, with a window only" if len(held) == 1 else "contradicted"
+
+
+def saving() -> tuple[str, str]:
+    lora, gates = 11_272_192, 32_768  # the paper's own counts, of Llama-3.2-1B
+    return f"{lora / gates:.0f}×, {human_bytes(2 * gates)} at float16, by its own counts", "contradicted (arithmetic)"
+
+
+CLAIMS = {
+    "FLITE ([arXiv 2607.18343](https://arxiv.org/abs/2607.18343))": [
+        Claim("averaging latents is averaging weights", "6e-8", averaging),
+        Claim("ResNet-18 in 5,120 bytes, int4 in 648", "8,718×", payload),
+        Claim("as good as FedAvg within half a point", "74.67 and 75.16 %", gap),
+        Claim("better than FedAvg where clients differ (α = 0.1)", "+0.97 points", gain),
+        Claim("int4 latents cost nothing", "+0.06 points", int4),
+        Claim("*ours:* two rotated bits cost less than half a point", "–", rotated),
+        Claim("int4 of all weights collapses", "1.11 %", naive),
+        Claim("from scratch it fails", "2.5 %", scratch),
+        Claim("a frozen orthonormal head helps", "+0.54 points", head),
+        Claim("CIFAR-10, CIFAR-100, Tiny ImageNet, WikiText-2", "tables", lambda: NO_DATA),
+    ],
+    "FedNL ([arXiv 2605.16350](https://arxiv.org/abs/2605.16350))": [
+        Claim("facts beyond the window are recalled (needle, four choices)", "29.7 %, chance 25", used),
+        Claim("*ours:* where that stands", "–", beside_full),
+        Claim("more than LoRA of the same budget", "29.7 and 28.6 %", beside_lora),
+        Claim("the delta rule, not addition", "perplexity 29.8, 1,576", without("--adapter.update additive")),
+        Claim("the gate", "perplexity 29.8, 349", without("--adapter.gate none")),
+        Claim("the low-rank part, trained", "perplexity 29.8, 149", without("--adapter.low-rank frozen")),
+        Claim("the longer the stream, the more the memory helps", "−2.1 % (FedAvg +3.1 %)", streaming),
+        Claim("memory is constant in the length", "O(1)", constant),
+        Claim("gates are 350 times smaller than LoRA", "350×, 0.26 MB", saving),
+        Claim("MMLU in five clients", "58.88 and 58.00 %", lambda: NO_DATA),
+    ],
+}
+
+
+def claims_table() -> str:
+    """All claims in Markdown, a table for each paper."""
+    pieces = []
+    for paper, claims in CLAIMS.items():
+        rows = []
+        for claim in claims:
+            try:
+                ours, said = claim.ours()
+            except Missing as missing:
+                ours, said = str(missing), "–"
+            rows.append((claim.says, claim.figure, ours, f"**{said}**" if said != "–" else said))
+        pieces.append(f"### {paper}\n\n" + lines(("claim", "the paper", "ours", "verdict"), rows, words=True))
+    return "\n".join(pieces)
