@@ -6,13 +6,14 @@ FUZZ_SECONDS ?= 600
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 
-.PHONY: demo memory test test-flower lint fuzz bench bench-language results clean help
+.PHONY: demo memory test test-flower test-gpu lint fuzz bench bench-language results clean help
 
 help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
 	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make test-flower  a real federation over Flower on this machine, minutes"
+	@echo "make test-gpu on a machine with a CUDA device: kernels, short runs, and a table of throughput"
 	@echo "make lint     lint, types and imports only"
 	@echo "make fuzz     coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS=600"
 	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
@@ -39,6 +40,13 @@ test-flower: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[flower]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines/test_flower.py tests/deploy src/nestling/engines src/nestling/deploy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m flower tests/test_federation_over_flower.py
+
+test-gpu: .venv/ready
+	$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('there is no CUDA device here: nothing to test')"
+	$(BIN)/nestling fetch smollm2-135m
+	$(BIN)/pytest tests/kernels tests/test_devices.py
+	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/throughput.py --device cuda:0
 
 lint: .venv/ready
 	$(BIN)/ruff check

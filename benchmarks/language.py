@@ -1,6 +1,8 @@
 """How fast a frozen SmolLM2-135M reads, trains and generates: as it is, with a window, and with FedNL's memory.
 
-    python benchmarks/language.py [--layers 17-23] [--window 64] [--repeats 5] [--threads 2] [--json] [--markdown]
+    python benchmarks/language.py [--layers 20-23] [--window 64] [--repeats 5] [--threads 2] [--json] [--markdown]
+
+The memory is as the preset needle-smollm2 has it, addresses and all; layers, rank, window and number format may differ.
 
 Contract first: a memory with closed gates and no window, and PEFT's LoRA before training, give the plain model's logits
 bit for bit; in float32 a remembered lower part (`models/prefix.py`) gives what a whole pass gives, and so does the last
@@ -22,6 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from streaming import held, table
 from torch import Tensor, nn
 
 from nestling.adapters.layers import layer_numbers
+from nestling.adapters.rules import first_layer
 from nestling.config.schema import MemoryConfig
 from nestling.core.errors import NestlingError
 from nestling.inference.cache import new_cache
@@ -51,10 +55,15 @@ RESULTS = Path(__file__).parent / "results" / "language.json"
 Times = dict[str, tuple[float, float]]
 
 
+def memory_config(options: argparse.Namespace, *, window: int) -> MemoryConfig:
+    """The preset's memory with these options."""
+    shipped = nestling.load_config("needle-smollm2").adapter
+    return replace(shipped, layers=options.layers, rank=options.rank, window=window, sinks=options.sinks)
+
+
 def memory_on(model: nn.Module, options: argparse.Namespace, *, window: int, is_open: bool) -> nestling.Adapter:
     """A memory on `model`: as it begins, or (`is_open`) with every rule moved, so that nothing is zero."""
-    settings = MemoryConfig(layers=options.layers, rank=options.rank, window=window, sinks=options.sinks)
-    adapter = nestling.attach(model, settings)
+    adapter = nestling.attach(model, memory_config(options, window=window))
     if is_open:
         gen = torch.Generator().manual_seed(1)
         adapter.load_vector(torch.from_numpy(adapter.vector()) + 0.05 * torch.randn(adapter.layout.size, generator=gen))
@@ -141,6 +150,7 @@ def training(
     ids = tokens(*options.train, memory.config.vocab_size)
     inner = lora.get_base_model()  # the causal language model itself, PEFT's layers inside
     factors = [p for p in lora.parameters() if p.requires_grad]
+    lowest = layer_numbers(options.layers, memory.config.num_hidden_layers)[0]  # LoRA listens to no layer below it
 
     def step(read: Callable[[Tensor, int], Tensor], trained: list[nn.Parameter]) -> Callable[[], None]:
         def run() -> None:
@@ -154,15 +164,15 @@ def training(
     def whole(model: nn.Module) -> Callable[[Tensor, int], Tensor]:
         return lambda x, keep: model(input_ids=x, use_cache=False, logits_to_keep=keep).logits
 
-    def remembered(model: nn.Module) -> Callable[[Tensor, int], Tensor]:
+    def remembered(model: nn.Module, first: int) -> Callable[[Tensor, int], Tensor]:
         prefix = Prefix(first)
         return lambda x, keep: prefix.logits(model, x, keep)
 
     works = {
         "LoRA, PEFT": step(whole(lora), factors),
         "memory": step(whole(memory), adapter.trainable()),
-        "LoRA, PEFT, remembered": step(remembered(inner), factors),
-        "memory, remembered": step(remembered(memory), adapter.trainable()),
+        "LoRA, PEFT, remembered": step(remembered(inner, lowest), factors),
+        "memory, remembered": step(remembered(memory, first), adapter.trainable()),
     }
     rows = rows_of(least(works, options.repeats), ids.numel())
     for name, trained in (("LoRA", factors), ("memory", adapter.trainable())):
@@ -233,12 +243,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--read", type=int, nargs=2, default=[4, 512], help="batch and tokens of a forward pass")
     parser.add_argument("--train", type=int, nargs=2, default=[4, 256], help="batch and tokens of a training step")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 8192])
-    parser.add_argument("--layers", default="17-23", help="which carry the memory, or LoRA")
+    parser.add_argument("--layers", default="20-23", help="which carry the memory, or LoRA")
     parser.add_argument("--rank", type=int, default=16, help="of the memory's corrections; LoRA has 8")
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, nargs="?", const=RESULTS, help=f"also write this file ({RESULTS.name})")
@@ -258,7 +268,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     plain, _ = load_language_model(options.model, dtype=options.dtype)
-    first = layer_numbers(options.layers, plain.config.num_hidden_layers)[0]
+    first = first_layer(memory_config(options, window=options.window), plain.config)
     report: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     known = {name: value for name, value in vars(options).items() if name != "json"}
     known["model"] = Path(options.model).name  # no machine's paths
