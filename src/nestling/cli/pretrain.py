@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from nestling.cli.run import ProgressLine, read_command
+from nestling.cli.run import ProgressLine, Switch, read_command
 from nestling.config.checks import is_text
 from nestling.config.schema import RunConfig
 from nestling.core.errors import ConfigError
@@ -28,9 +28,9 @@ class PretrainCommand:
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     out: str = "base.safetensors"
     """The file to write; one that is there already is never replaced."""
-    json: bool = False
+    json: Switch = False
     """End with one JSON object on the standard output; progress goes to the standard error."""
-    quiet: bool = False
+    quiet: Switch = False
     """Show no progress."""
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nestling.runs.result import Result
 
 Command = TypeVar("Command")
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag without a --no-… beside it; settings have both, since a preset may say either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,9 @@ class RunCommand:
     """Run the federation of CONFIG and write its folder."""
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    json: bool = False
+    json: Switch = False
     """End with one JSON object on the standard output; progress goes to the standard error."""
-    quiet: bool = False
+    quiet: Switch = False
     """Show no progress."""
 
 
@@ -47,7 +49,7 @@ def read_command(kind: type[Command], args: Sequence[str], *, verb: str) -> Comm
     if args[0].startswith("-"):
         raise ConfigError("comes before CONFIG", where=args[0], remedy=f"Write nestling {verb} CONFIG {args[0]} …")
     default = kind(load_config(args[0]))  # type: ignore[call-arg]
-    settings: object = tyro.conf.AvoidSubcommands[tyro.conf.FlagCreatePairsOff[kind]]  # type: ignore[valid-type]
+    settings: object = tyro.conf.AvoidSubcommands[kind]  # type: ignore[misc, valid-type]
     command = tyro.cli(settings, default=default, args=list(args[1:]), prog=f"nestling {verb} {args[0]}")  # type: ignore[call-overload]
     assert isinstance(command, kind)
     return command

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nestling.cli.run import read_command
+from nestling.cli.run import Switch, read_command
 from nestling.config.load import preset_names, preset_text
 from nestling.config.schema import RunConfig
 from nestling.core.errors import ConfigError, ContextError
@@ -29,7 +29,7 @@ class PlanCommand:
     """Count what CONFIG would train and send; reads no data, trains nothing."""
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    json: bool = False
+    json: Switch = False
     """Print one JSON object."""
 
 

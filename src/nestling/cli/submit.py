@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from nestling.cli.run import read_command, show
+from nestling.cli.run import Switch, read_command, show
 from nestling.config.schema import RunConfig
 from nestling.core.errors import ConfigError, RunError
 from nestling.runs.files import from_json, printable
@@ -29,9 +29,9 @@ class SubmitCommand:
     """HOST:PORT of 'nestling serve'."""
     ca: str = ""
     """The server's ca.crt."""
-    insecure: bool = False
+    insecure: Switch = False
     """No TLS: only to try things on one machine."""
-    json: bool = False
+    json: Switch = False
     """End with one JSON object on the standard output; progress goes to the standard error."""
 
 
