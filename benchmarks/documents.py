@@ -1,4 +1,5 @@
-"""The tables of docs/RESULTS.md and docs/CLAIMS.md, written into the pages out of benchmarks/results/*.json.
+"""The tables of docs/RESULTS.md, CLAIMS.md and BENCHMARKS.md, written into the pages out of benchmarks/results/*.json
+and of what `nestling plan` counts.
 
     python benchmarks/documents.py [--check]
 
@@ -7,29 +8,32 @@ it is nobody's but the writer's. With --check nothing is written, and a page tha
 suite does the same). A table whose file of results does not exist says so, and how to make it.
 """
 
-import nestling  # noqa: F401  first: it sets how idle OpenMP threads wait
+import nestling  # first: it sets how idle OpenMP threads wait
 
 # isort: split
 import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from claims import claims_table
+from message_bytes import count, planned
 from pareto import row_of
 from saved import Missing, lines, points, read, result
 
+from nestling.config.schema import LoraConfig, MemoryConfig
 from nestling.report.intervals import interval
 from nestling.report.recalls import HEADINGS, recall_rows
-from nestling.report.tables import Row, accuracy_text, caption_of, rows_of, to_markdown
+from nestling.report.tables import Row, accuracy_text, caption_of, human_bytes, rows_of, to_markdown
 from nestling.runs.result import Result
 from nestling.tasks.recall import paired_difference
 
 HERE = Path(__file__).parent
-PAGES = tuple(HERE.parent / "docs" / name for name in ("RESULTS.md", "CLAIMS.md"))
+PAGES = tuple(HERE.parent / "docs" / name for name in ("RESULTS.md", "CLAIMS.md", "BENCHMARKS.md"))
 WIDTH = 160  # of a line of a page
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -205,6 +209,57 @@ def stream(name: str) -> str:
     return lines(("tokens", *(titles[row] for row in rows)), table)
 
 
+# Counted, not measured
+
+
+def bytes_of_shapes() -> str:
+    """What FedNL sends for the shapes of published models."""
+    rows = []
+    for model in ("SmolLM2-135M", "Llama-3.2-1B", "Qwen2.5-1.5B"):
+        for kind in ("rules", "gates, per channel", "latent over rules, 32 a tensor"):
+            row = count(model, kind)
+            numbers = (f"{row[key]:,}" for key in ("numbers", "gates", "bits"))
+            rows.append((model, kind, *numbers, f"{row['payload_bytes_up']:,} B", f"{row['memory_bytes']:,} B"))
+    return lines(("model", "what is sent", "numbers", "of them gates", "bits", "payload up", "a stream's memory"), rows)
+
+
+def papers_fednl() -> str:
+    """The FedNL paper's runs: each command, and what its plan says."""
+    rows = []
+    for preset, model, flags in (
+        ("mmlu-qwen2.5-1.5b", "Qwen2.5-1.5B", ""),
+        ("mmlu-llama-3.2-1b", "Llama-3.2-1B", ""),
+        ("needle-qwen2.5-1.5b", "Qwen2.5-1.5B", ""),
+        ("needle-qwen2.5-1.5b", "Llama-3.2-1B", " --base.model meta-llama/Llama-3.2-1B"),
+    ):
+        config = nestling.load_config(preset)
+        assert isinstance(config.adapter, MemoryConfig)
+        rank, window = config.adapter.rank, config.adapter.window
+        up = [
+            f"{planned(replace(config, adapter=adapter), model).payload_bytes_up:,} B"
+            for adapter in (
+                config.adapter,
+                replace(config.adapter, share="gates"),
+                replace(config.adapter, dim=32),
+                LoraConfig(rank=rank, alpha=2.0 * rank, window=window),
+            )
+        ]
+        plan = planned(config, model)
+        held = sum(plan.stream_bytes.values()) if window else "grows"
+        whole = human_bytes(plan.total_wire_bytes)
+        rows.append((f"`nestling run {preset}{flags}`", *up, whole, f"{held:,} B" if window else str(held)))
+    head = (
+        "command",
+        "rules",
+        "gates alone",
+        "latents of rules",
+        "FedAvg-LoRA",
+        "whole run, rules",
+        "held by a stream",
+    )
+    return lines(head, rows)
+
+
 EARLIER = (("*with earlier addresses*", "needle_smollm2_address"),)
 TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: runs("digits_5_seeds"),
@@ -225,6 +280,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-own": lambda: recalls("needle_smollm2"),
     "needle-lengths": lengths,
     "stream": lambda: stream("streaming_address"),
+    "shapes": bytes_of_shapes,
+    "papers-fednl": papers_fednl,
     "claims": claims_table,
 }
 

@@ -1,6 +1,6 @@
 """What a client sends in a round of FedNL, for the published shapes of models whose weights are not at hand.
 
-    python benchmarks/bytes.py [--json]
+    python benchmarks/message_bytes.py [--json]
 
 Each shape is written as the `config.json` that the model is published with (only what decides sizes), and counted by
 `nestling.plan`, which reads no weights. Numbers and bytes are exact: they are what `len(message)` would be.
@@ -14,7 +14,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from nestling.config.schema import CodecConfig, LanguageConfig, MemoryConfig
+from nestling.build import Plan
+from nestling.config.schema import CodecConfig, LanguageConfig, MemoryConfig, RunConfig
 
 SHAPES = {
     "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49_152),
@@ -50,18 +51,19 @@ def main() -> None:
         )
 
 
-def count(model: str, kind: str) -> dict[str, object]:
-    """One row."""
-    adapter, bits = KINDS[kind]
-    config = replace(
-        nestling.load_config("needle-smollm2"),
-        adapter=adapter,
-        codec=CodecConfig(bits=bits),  # type: ignore[arg-type]
-    )
+def planned(config: RunConfig, model: str) -> Plan:
+    """What the run would be with a model of this shape."""
     with tempfile.TemporaryDirectory() as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(json.dumps(shape(model)))
-        plan = nestling.plan(replace(config, base=LanguageConfig(model=str(config_file))))
+        return nestling.plan(replace(config, base=LanguageConfig(model=str(config_file))))
+
+
+def count(model: str, kind: str) -> dict[str, object]:
+    """One row."""
+    adapter, bits = KINDS[kind]
+    config = replace(nestling.load_config("needle-smollm2"), adapter=adapter, codec=CodecConfig(bits=bits))  # type: ignore[arg-type]
+    plan = planned(config, model)
     gates = 0 if adapter.dim else sum(size[0] for name, size in plan.layout if name.endswith(".gate"))
     return {
         "model": model,
