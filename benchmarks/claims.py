@@ -160,6 +160,13 @@ def beside_full() -> tuple[str, str]:
     return f"exact {points(*found)} against full attention", "below it" if found[2] < 0 else "not told apart"
 
 
+def beside_local() -> tuple[str, str]:
+    of = result("needle_smollm2_short")
+    found = [paired_difference(hits(of), hits(of, row)) for row in ("local only", "centralised")]
+    text = f"exact {points(*found[0])} against local only, {points(*found[1])} against centralised (two clients)"
+    return text, verdict(*found[0][1:], above=0)
+
+
 def beside_lora() -> tuple[str, str]:
     found = paired_difference(hits(result("needle_smollm2_short")), hits(result("needle_smollm2_lora_short")))
     return f"exact {points(*found)} (two kinds of fact, 100 items)", verdict(*found[1:], above=0)
@@ -215,6 +222,7 @@ CLAIMS = {
     "FedNL ([arXiv 2605.16350](https://arxiv.org/abs/2605.16350))": [
         Claim("facts beyond the window are recalled (needle, four choices)", "29.7 %, chance 25", used),
         Claim("*ours:* where that stands", "–", beside_full),
+        Claim("federating gains over training alone", "–", beside_local),
         Claim("more than LoRA of the same budget", "29.7 and 28.6 %", beside_lora),
         Claim("the delta rule, not addition", "perplexity 29.8, 1,576", without("--adapter.update additive")),
         Claim("the gate", "perplexity 29.8, 349", without("--adapter.gate none")),

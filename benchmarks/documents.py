@@ -1,4 +1,4 @@
-"""The tables of docs/RESULTS.md, CLAIMS.md and BENCHMARKS.md, written into the pages out of benchmarks/results/*.json
+"""The tables of README.md, docs/RESULTS.md, CLAIMS.md and BENCHMARKS.md, written into the pages out of benchmarks/results/*.json
 and of what `nestling plan` counts.
 
     python benchmarks/documents.py [--check]
@@ -33,7 +33,7 @@ from nestling.runs.result import Result
 from nestling.tasks.recall import paired_difference
 
 HERE = Path(__file__).parent
-PAGES = tuple(HERE.parent / "docs" / name for name in ("RESULTS.md", "CLAIMS.md", "BENCHMARKS.md"))
+PAGES = tuple(HERE.parent / name for name in ("README.md", "docs/RESULTS.md", "docs/CLAIMS.md", "docs/BENCHMARKS.md"))
 WIDTH = 160  # of a line of a page
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
