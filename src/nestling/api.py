@@ -3,6 +3,7 @@
 The command line does nothing else; a notebook can call it as well.
 """
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -27,13 +28,14 @@ from nestling.federation.client import Worker
 from nestling.federation.loop import Round, run_rounds
 from nestling.federation.personal import personal_accuracies
 from nestling.federation.reference import References, train_references
+from nestling.federation.riders import riders
 from nestling.models.backbones import base_bytes
 from nestling.report.html import write_report
 from nestling.report.plots import accuracy_against_bytes
 from nestling.resume import Tally, read_references, restore, snapshot, with_own_base, write_references
 from nestling.runs.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
 from nestling.runs.folder import RunFolder, create, read_status, reopen
-from nestling.runs.recorder import Recorder, read_result
+from nestling.runs.recorder import Recorder, read_messages, read_result
 from nestling.runs.result import Result
 from nestling.tasks.data import TITLES
 from nestling.tasks.images import ImageTask
@@ -262,6 +264,7 @@ def _run(
         model_parameters=sum(p.numel() for p in parts.base.parameters()),
         rejected=tally.refusals,
         settings=settings_digest(config),
+        riders=riders(read_messages(folder.path)),
         **private.spent_so_far(config, parts.server.ledger),
         **_of_task(config, parts, start=start, last=last, accuracy=tally.accuracy, rows=rows),
     )
@@ -363,6 +366,7 @@ def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *,
             recorder.message(
                 reply, round=done.number, direction="up", client=client, codec=config.codec.up, payload_bytes=up,
                 accepted=refusal is None, reason=refusal.code if refusal else "", keep=not config.privacy.noise,
+                measured=dataclasses.asdict(done.measured[number]) if number in done.measured else None,
             )  # fmt: skip
     for refusal in list(done.refused.values())[:LOGGED]:
         recorder.log(f"round {done.number}: dropped [{refusal.code}] {refusal.detail}\n{refusal.trace}".rstrip())

@@ -65,7 +65,7 @@ def snapshot(config: RunConfig, parts: Parts, tally: Tally) -> Checkpoint:
     for name in ("accuracy", "averaging_error"):
         facts[name] = facts[name] if facts[name] is not None and math.isfinite(facts[name]) else None
     kept = parts.workers[0].kept  # one dict for all workers
-    return Checkpoint(tally.round, parts.server.state, parts.server.memory, kept, facts)
+    return Checkpoint(tally.round, parts.server.state, parts.server.kept(), kept, facts)
 
 
 def restore(config: RunConfig, parts: Parts, found: Checkpoint) -> Tally:

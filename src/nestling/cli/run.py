@@ -95,6 +95,7 @@ def show(result: "Result", *, as_json: bool) -> None:
         print(json.dumps(result.to_dict(), allow_nan=False))
         return
     from nestling.report.recalls import recalls_to_rich
+    from nestling.report.riders import rider_lines
     from nestling.report.tables import caption_of, privacy_of, rows_of, to_rich
 
     console = Console()
@@ -111,6 +112,8 @@ def show(result: "Result", *, as_json: bool) -> None:
         console.print(privacy_of(result))
     if result.averaging_error is not None:
         console.print(f"averaging latents or weights: differ by {result.averaging_error:.1e} of the largest weight")
+    for line in rider_lines(result):
+        console.print(f"note: {line}", style="yellow", markup=False)
     console.print(Text(f"{result.run_dir}/report.html", style="bold"), soft_wrap=True)
 
 

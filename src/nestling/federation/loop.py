@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from nestling.core.errors import RunError
 from nestling.core.types import Engine, Failure
 from nestling.core.vectors import Vector
+from nestling.federation.riders import Measured
 from nestling.federation.sampling import cohort, poisson_cohort
 from nestling.federation.server import Reply, Server
 
@@ -20,8 +21,9 @@ class Round:
     """What happened in one round. `used` is False if it was abandoned and the state stayed as it was; `abandoned`
     counts the rounds in a row of which that is true, this one included.
 
-    `bounded` are the accepted clients whose reply was an outlier and was cut down. `state` is what was judged: the
-    server's state as clients would receive it next (`Server.received`).
+    `bounded` are the accepted clients whose reply was an outlier and was cut down; `measured` says how far each reply
+    would have moved the state, and whereto, before that, and is empty where that is private. `state` is what was
+    judged: the server's state as clients would receive it next (`Server.received`).
     """
 
     number: int
@@ -30,6 +32,7 @@ class Round:
     accepted: list[Reply] = field(repr=False)
     refused: dict[int, Failure]
     bounded: list[int]
+    measured: dict[int, Measured]
     used: bool
     abandoned: int
     state: Vector = field(repr=False)
@@ -82,11 +85,14 @@ def run_rounds(
         silent = Failure("no_reply", "did not answer in time")
         replies = {client: answers.get(client, silent) for client in asked}
         accepted, refused = server.judge(number, replies)
+        measured = server.measure(accepted)
         accepted, bounded = server.bound(accepted)
         used = server.update(accepted)
         state = server.received
         abandoned = 0 if used else abandoned + 1
-        yield Round(number, message, replies, accepted, refused, bounded, used, abandoned, state, evaluate(state))
+        yield Round(
+            number, message, replies, accepted, refused, bounded, measured, used, abandoned, state, evaluate(state)
+        )  # fmt: skip
 
         if abandoned >= patience:
             reasons = "; ".join(sorted({f.detail for f in refused.values()})[:2]) or "the mean was out of bounds"

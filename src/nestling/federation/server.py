@@ -21,6 +21,7 @@ from nestling.core.seeds import Stream
 from nestling.core.types import Failure
 from nestling.core.vectors import Vector
 from nestling.federation.agreement import EVERYONE, Agreement
+from nestling.federation.riders import Measured, measure
 from nestling.runs.ledger import Charge, Ledger
 from nestling.strategies.diloco import nesterov
 from nestling.strategies.fedavg import fraction_bits, weighted_mean
@@ -28,19 +29,21 @@ from nestling.strategies.fedopt import adaptive
 from nestling.strategies.privacy import mean_noise_multiplier, noised_mean, private_mean
 from nestling.strategies.robust import aggregate, bounded_norms, fewest_replies
 
-_CLIP = "privacy.clip"
+_CLIP, _SENT = "privacy.clip", "sent"
 _CLIP_LR, _COUNT = 0.2, 20.0
 """Andrew et al.'s: how fast a clip follows its quantile, and the cohort over the noise on the count of those below."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that passed: the vector as sent (a difference or a state), the state it stands for, and its weight."""
+    """A reply that passed: the vector as sent (a difference or a state), the state it stands for, its weight, and how
+    many examples it claims."""
 
     client: int
     vector: Vector
     state: Vector
     weight: int
+    examples: int = 1
 
 
 class Server:
@@ -72,6 +75,8 @@ class Server:
         self.memory: dict[str, np.ndarray] = {}
         self._agreement, self._config = agreement, config
         self._sent, self._round = state, 0
+        self._moved: Vector | None = None
+        """What the last broadcast differs by from that of the round before, as clients decode them."""
         # Of a secret draw, few or no replies are a round like any other: to abandon it would tell how few were drawn.
         self._sampling_rate = sampling_rate
         self._asked, self._fewest = asked, config.min_replies if sampling_rate == 1 else 0
@@ -92,13 +97,20 @@ class Server:
         self._bits = fraction_bits(total_weight=total_weight, max_abs=config.max_abs)
 
     def restore(self, state: Vector, memory: Mapping[str, np.ndarray], *, round: int) -> None:
-        """Go on after `round` with this state and memory."""
-        self.state, self.memory, self._sent, self._round = state, dict(memory), state, round
+        """Go on after `round` with this state, and with what `kept` was then."""
+        self.state, self.memory, self._round = state, dict(memory), round
+        self._sent = self.memory.pop(_SENT, state)
+
+    def kept(self) -> dict[str, np.ndarray]:
+        """What outlives a round besides the state, arrays by name: `memory`, and the last broadcast as clients decode
+        it, with which the changes of the next round are compared."""
+        return self.memory if self._privacy is not None else self.memory | {_SENT: self._sent}
 
     def broadcast(self, round: int) -> bytes:
         """The message that starts a round, the same bytes for every client."""
-        agreed, self._round = self._agreement, round
-        context = agreed.context()
+        agreed, context = self._agreement, self._agreement.context()
+        before = self._sent if 0 < self._round < round else None
+        self._round = round
         message = encode(
             agreed.layout, self.state, direction="downlink", codec=agreed.codec.down, is_difference=False,
             round=round, context=context, client=EVERYONE, num_examples=0,
@@ -108,6 +120,7 @@ class Server:
             message, direction="downlink", layout=agreed.layout, context=context, round=round,
             client=EVERYONE, codecs=[agreed.codec.down], limits=agreed.limits,
         )  # fmt: skip
+        self._moved = None if before is None else self._sent - before
         return message
 
     def judge(self, round: int, replies: Mapping[int, bytes | Failure]) -> tuple[list[Reply], dict[int, Failure]]:
@@ -132,12 +145,23 @@ class Server:
                 continue
             weight = header.num_examples if self._config.weighting == "examples" else 1
             state = self._sent + vector if header.is_difference else vector
-            accepted.append(Reply(client, vector, state, weight))
+            accepted.append(Reply(client, vector, state, weight, header.num_examples))
         return accepted, refused
 
     def _told(self, failure: Failure) -> Failure:
         """What is told of a refusal: logs and errors name the client, which a secret draw must not."""
         return failure if self._sampling_rate == 1 else Failure(failure.code, "a client drawn in secret is not named")
+
+    def measure(self, accepted: list[Reply]) -> dict[int, Measured]:
+        """What is recorded of each reply's change, by client, to name free riders; nothing of a private run's."""
+        if self._privacy is not None:
+            return {}
+        return {r.client: measure(c, self._moved, examples=r.examples) for r, c in self._changes(accepted)}
+
+    def _changes(self, accepted: list[Reply]) -> list[tuple[Reply, Vector]]:
+        """Each reply with what it would change."""
+        is_difference = self._agreement.codec.send == "delta"
+        return [(r, r.vector if is_difference else r.vector - self._sent) for r in accepted]
 
     def bound(self, accepted: list[Reply]) -> tuple[list[Reply], list[int]]:
         """The replies with outliers cut down, and which clients' they were: the length of what a client would change,
@@ -146,7 +170,7 @@ class Server:
         if not times or not accepted or self._privacy is not None:  # whose own clip does not look at other replies
             return accepted, []
         is_difference = self._agreement.codec.send == "delta"
-        changes = [r.vector if is_difference else r.vector - self._sent for r in accepted]
+        changes = [change for _, change in self._changes(accepted)]
         most = max(1, int(times * float(np.median([r.weight for r in accepted]))))
         bounded, cut = list[Reply](), list[int]()
         for reply, change, short in zip(accepted, changes, bounded_norms(changes, times=times), strict=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nestling.core.errors import ContextError
+from nestling.report.riders import rider_lines
 from nestling.report.tables import Row, caption_of, rows_of, settings_of
 from nestling.runs.files import printable
 from nestling.runs.recorder import RunRecord, read_run
@@ -45,6 +46,9 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
     results = [run.result for run in runs]
     warnings += differences([run.config for run in runs], results)
     warnings += [f"{run} is given more than once; the last one counts" for run in _repeated(results)]
+    for run in runs:
+        whose = f"{printable(run.path.name)}: " if len(runs) > 1 else ""
+        warnings += [f"{whose}{line}" for line in rider_lines(run.result)]
     return Comparison(runs, rows_of(results), caption_of(results), warnings)
 
 

@@ -4,7 +4,8 @@
 |---|---|
 | `config.toml`, `command.txt`, `env.json` | what was run, how, and on what |
 | `metrics.jsonl` | one object per round; a number that is not finite is written as null |
-| `bytes.jsonl` | one object per message with the server's verdict; client is null where who took part is a secret |
+| `bytes.jsonl` | one object per message with the server's verdict; client is null where who took part is a secret; an |
+| | accepted reply with `norm`, `cosine` and `examples` (`federation/riders.py`), unless the run is private |
 | `messages/last-up.msg`, `last-down.msg` | the last message each way, if at most 1 MiB |
 | `log.txt`, `status`, `result.json` | lines with their time; one word; a `Result` |
 
@@ -101,10 +102,12 @@ class Recorder:
         accepted: bool = True,
         reason: str = "",
         keep: bool = True,
+        measured: Mapping[str, object] | None = None,
     ) -> None:
         """Record one message as it travelled, with the server's verdict; a refused message has cost its bytes too.
 
         `client` is None where it is a secret. `keep`: it may become the `messages/last-….msg` that people look into.
+        `measured`: what else is known of a reply.
         """
         row = {
             "round": round,
@@ -115,6 +118,7 @@ class Recorder:
             "payload_bytes": payload_bytes,
             "accepted": accepted,
             "reason": printable(reason),
+            **(measured or {}),
         }
         self._bytes.append(to_json(plain(row)))
         self._sent[direction] += len(message)
@@ -164,6 +168,14 @@ class Recorder:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file; none if it is absent, and a torn last line is passed over. Raises `WireError`."""
     return list(_rows(path, _METRICS))
+
+
+def read_messages(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of messages of a run folder, one at a time, for there may be many. Raises `WireError`."""
+    for row in _rows(path / "bytes.jsonl"):
+        if not all(type(row.get(name, ...)) in kinds for name, kinds in _MESSAGE):
+            raise WireError("rows", "has a line that is not a message", where=printable(str(path / "bytes.jsonl")))
+        yield row
 
 
 def _rows(path: Path, *limit: int) -> Iterator[dict[str, Any]]:
@@ -220,7 +232,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a finished run. Raises `ConfigError` (no run folder), `ContextError` (no result), `WireError` (damaged)."""
     status, result = read_status(path), read_result(path)
     environment = from_json(_text(path / "env.json") or "{}", printable(str(path / "env.json")))
-    traffic, refused, refusals = _messages(path / "bytes.jsonl")
+    traffic, refused, refusals = _messages(path)
     return RunRecord(
         path,
         status,
@@ -240,13 +252,11 @@ def _text(path: Path) -> str:
 
 
 def _messages(path: Path) -> tuple[list[Traffic], list[dict[str, Any]], Counter[str]]:
-    """The traffic, the first refused rows and the count of each refusal; one row at a time, for there may be many."""
+    """The traffic, the first refused rows and the count of each refusal."""
     sizes: dict[tuple[str, str], list[int]] = {}
     refused: list[dict[str, Any]] = []
     refusals: Counter[str] = Counter()
-    for row in _rows(path):
-        if not all(type(row.get(name, ...)) in kinds for name, kinds in _MESSAGE):
-            raise WireError("rows", "has a line that is not a message", where=printable(str(path)))
+    for row in read_messages(path):
         wire = row["wire_bytes"]
         kind = sizes.setdefault((row["direction"], row["codec"]), [0, wire, wire, 0, 0])  # as in Traffic
         kind[:] = kind[0] + 1, min(kind[1], wire), max(kind[2], wire), kind[3] + row["payload_bytes"], kind[4] + wire

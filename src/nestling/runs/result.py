@@ -13,11 +13,12 @@ SCHEMA = 1
 _OF_LANGUAGE = ("recalls", "gains", "drops")
 _PERSONAL = ("accuracy_personal", "accuracy_personal_global")
 _PRIVATE = ("epsilon", "delta", "sampling_rate")
-_LEFT_OUT = (*_OF_LANGUAGE, *_PERSONAL, *_PRIVATE, "settings")  # where there is nothing to say
+_LEFT_OUT = (*_OF_LANGUAGE, *_PERSONAL, *_PRIVATE, "settings", "riders")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
     "choices": str,
 }  # fmt: skip
+_RIDER = {"rounds", "zero", "small", "echo"}
 _NOT_NEGATIVE = (
     "seed", "rounds", "clients", "test_items", "classes", "trainable_parameters", "payload_bytes_up",
     "payload_bytes_down", "bytes_up", "bytes_down", "seconds", "seconds_references",
@@ -48,6 +49,9 @@ class Result:
     of multiple choice, where `template` is a client's subject area, `chosen` counts right letters among four, and
     `exact` those that are the likeliest of all tokens. `drops` has, for each client and "all", the accuracy of its own
     training − that of the federation's state, as `gains`; empty if no client was trained alone.
+
+    `riders` names clients that look as if they did not train (`federation/riders.py`): of how many `rounds` there is a
+    reply, and in how many it was `zero`, `small` or an `echo`. Nobody is named in a private run.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Result:
     epsilon: float | None = None
     delta: float | None = None
     sampling_rate: float | None = None
+    riders: Mapping[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
@@ -101,7 +106,7 @@ class Result:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
         given: dict[str, Any] = (
-            {key: {} for key in _OF_LANGUAGE} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": ""}
+            {key: {} for key in _OF_LANGUAGE} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": "", "riders": {}}
         )
         given |= {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
@@ -132,8 +137,10 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         if all(map(is_row if name == "recalls" else _is_gain, value.values())):
             return value
         raise WireError("fields", f"has an unusable value for {name}", where=where)
-    elif name == "rejected" and isinstance(value, dict) and all(type(n) is int and n >= 0 for n in value.values()):
-        return value
+    elif name in ("rejected", "riders") and isinstance(value, dict):
+        if all(map(_is_count if name == "rejected" else _is_rider, value.items())):
+            return value
+        raise WireError("fields", f"has an unusable value for {name}", where=where)
     else:
         raise WireError("fields", f"has an unusable value for {name}", where=where)
     share = name.startswith("accuracy") or name == "sampling_rate"
@@ -157,6 +164,21 @@ def _is_recall(value: Any) -> bool:
         and items > 0
         and all(len(value[key]) == items and set(value[key]) <= set("01") for key in ("hits", "choices"))
         and all(value[n] == value[key].count("1") for n, key in (("exact", "hits"), ("chosen", "choices")))
+    )
+
+
+def _is_count(entry: tuple[str, Any]) -> bool:
+    return type(entry[1]) is int and entry[1] >= 0
+
+
+def _is_rider(entry: tuple[str, Any]) -> bool:
+    client, counts = entry
+    return (
+        client.isdecimal()
+        and isinstance(counts, dict)
+        and counts.keys() == _RIDER
+        and all(type(n) is int and 0 <= n <= counts["rounds"] for n in counts.values())
+        and sum(counts.values()) <= 2 * counts["rounds"]
     )
 
 
