@@ -1,4 +1,4 @@
-"""Training that ends at the next batch once the run is interrupted, so that Ctrl-C need not wait for all epochs."""
+"""Work that ends at the next batch once the run is interrupted: Ctrl-C waits for no epoch, for no client's items."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from nestling.federation.local import Batches, Declined
+
+
+def go_on(stop: Event) -> None:
+    """Between two batches. Raises `Declined`, with the code `stopped`, after `stop` is set."""
+    if stop.is_set():
+        raise Declined("stopped", "was interrupted")
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,7 @@ class Until:
 
     def batches(self, client: int | None, *, size: int, seed: int, epoch: int) -> Iterator[Any]:
         for batch in self.task.batches(client, size=size, seed=seed, epoch=epoch):
-            if self.stop.is_set():
-                raise Declined("stopped", "was interrupted")
+            go_on(self.stop)
             yield batch
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

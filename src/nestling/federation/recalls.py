@@ -8,13 +8,16 @@ its own items.
     centralised      one model trained on all clients' items
 
 Every row is judged on the same items, so that two rows are compared item by item: what the memory adds, and what a
-client loses by being averaged with others. Clients are judged side by side.
+client loses by being averaged with others. Clients are judged side by side, and on an interrupt no further batch of
+their items is begun.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isfinite
+from threading import Event
 from typing import Any, Literal
 
 from torch import nn
@@ -22,6 +25,7 @@ from torch import nn
 from nestling.config.schema import AdapterConfig, LoraConfig, MemoryConfig
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
+from nestling.federation.interrupt import go_on
 from nestling.federation.pool import side_by_side
 from nestling.federation.reference import References, train_apart
 from nestling.models.copies import working_copy
@@ -57,14 +61,15 @@ class Recalls:
     def of_state(self, state: Vector, *, task: NeedleTask | ChoicesTask | None = None, **switch: bool) -> list[Recall]:
         """One `Recall` a client, of a state with what the client keeps for itself; `switch` turns parts of a memory
         off: `memory=False` or `window=False`."""
+        stop = Event()
 
         def judge(worker: Worker, client: int) -> Recall:
             worker.load(state, client)
             adapter: Any = worker.adapter
             with adapter.switch(**switch) if switch else nullcontext():
-                return self._judge(worker.model, client, task or self.task, self.prefix)
+                return self._judge(worker.model, client, task or self.task, self.prefix, stop)
 
-        return side_by_side(self.workers, judge, self.task.clients())
+        return side_by_side(self.workers, judge, self.task.clients(), interrupted=stop.set)
 
     def of_base(self, *, window: int = 0, sinks: int = 0) -> list[Recall]:
         """One `Recall` a client, of the frozen model that sees `window` tokens and `sinks` first ones; 0: all."""
@@ -76,12 +81,12 @@ class Recalls:
                 use_window(model, window=window, sinks=sinks)
         # Bare layers below LoRA are those of a state, to the bit; those of a model that carries a memory are others.
         alike = window or (isinstance(self.adapter, LoraConfig) and not self.adapter.window)
-        prefix = self.prefix if alike else None
+        prefix, stop = self.prefix if alike else None, Event()
 
         def judge(model: nn.Module, client: int) -> Recall:
-            return self._judge(model, client, self.task, prefix)
+            return self._judge(model, client, self.task, prefix, stop)
 
-        return side_by_side(models, judge, self.task.clients())
+        return side_by_side(models, judge, self.task.clients(), interrupted=stop.set)
 
     def after_round(self, state: Vector) -> float:
         """The task's accuracy on the items that are judged after each round."""
@@ -99,12 +104,13 @@ class Recalls:
     def references(self, start: Vector, *, epochs: int, note: Note = lambda text: None) -> References:
         """The rows to compare with that are trained, with as many epochs as the federation."""
         note("training the rows to compare with")
+        stop, everybody = Event(), self.task.clients()
 
         def judge(worker: Worker, client: int | None) -> list[Recall]:
-            clients = self.task.clients() if client is None else [client]
-            return [self._judge(worker.model, own, self.task, self.prefix) for own in clients]
+            clients = everybody if client is None else [client]
+            return [self._judge(worker.model, own, self.task, self.prefix, stop) for own in clients]
 
-        apart = train_apart(self.workers, judge, clients=self.task.clients(), start=start, epochs=epochs, note=note)
+        apart = train_apart(self.workers, judge, clients=everybody, start=start, epochs=epochs, note=note, stop=stop)
         centralised = apart.pop(None, [])
         local = [recall for recalls in apart.values() for recall in recalls]
         rows = {name: row for name, row in (("local only", local), ("centralised", centralised)) if row}
@@ -120,14 +126,17 @@ class Recalls:
         return rows
 
     def _judge(
-        self, model: nn.Module, client: int, task: NeedleTask | ChoicesTask, prefix: Prefix | None = None
+        self, model: nn.Module, client: int, task: NeedleTask | ChoicesTask, prefix: Prefix | None, stop: Event
     ) -> Recall:
+        between = partial(go_on, stop)
         if isinstance(task, ChoicesTask):  # nothing is read on behind a question, so it needs no cache
             read = prefix.logits if prefix is not None else None
-            [recall] = task.evaluate(model, clients=[client], read=read)
+            [recall] = task.evaluate(model, clients=[client], read=read, before_batch=between)
         else:
             read_on = prefix.logits_after if prefix is not None else None
-            [recall] = task.evaluate(model, new_cache=self.new_cache, clients=[client], read=read_on)
+            [recall] = task.evaluate(
+                model, new_cache=self.new_cache, clients=[client], read=read_on, before_batch=between
+            )
         return recall
 
     def _share(self, recalls: list[Recall]) -> float:

@@ -60,10 +60,14 @@ def train_apart(
     start: Vector,
     epochs: int,
     note: Callable[[str], object] = lambda text: None,
+    stop: Event | None = None,
 ) -> dict[int | None, Judgement]:
     """What `judge` says of the model that each client has trained alone from `start`, and, under None, of the one
-    trained on all clients' items; those that have nothing to train on, or whose loss is no number, are left out."""
-    stop, done = Event(), list[int | None]()
+    trained on all clients' items; those that have nothing to train on, or whose loss is no number, are left out.
+
+    On an interrupt `stop` is set, after which no further batch is begun, by `judge` neither if it looks at it.
+    """
+    stop, done = stop or Event(), list[int | None]()
 
     def alone(worker: Worker, client: int | None) -> Judgement | None:
         worker.load(start, None)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import Stream
 from nestling.tasks.questions import LETTERS, Question, Questions
-from nestling.tasks.recall import TEST_SEED, Recall
+from nestling.tasks.recall import TEST_SEED, Recall, nothing
 
 TOKENS_AT_ONCE, ITEMS_AT_ONCE = 8192, 16
 """Tokens, filling included, and questions of one evaluation batch."""
@@ -164,7 +164,14 @@ class ChoicesTask:
         return F.cross_entropy(answers(model, batch, self.read), batch.letters)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, *, clients: list[int] | None = None, read: Read | None = None) -> list[Recall]:
+    def evaluate(
+        self,
+        model: nn.Module,
+        *,
+        clients: list[int] | None = None,
+        read: Read | None = None,
+        before_batch: Callable[[], object] = nothing,
+    ) -> list[Recall]:
         """How each client's held-out questions are answered: `chosen` counts the right letters among four, `exact`
         those that are the likeliest of all tokens, and `loss` is of the right letter among all tokens.
 
@@ -172,22 +179,24 @@ class ChoicesTask:
             model: a causal language model of transformers; set to evaluation.
             clients: whose questions; None for all clients.
             read: None: by a plain forward pass.
+            before_batch: called before each batch of questions; what it raises is passed on.
         """
         model.eval()
         clients = self.clients() if clients is None else clients
-        return [self._answered(model, client, read or _read_plainly) for client in clients]
+        return [self._answered(model, client, read or _read_plainly, before_batch) for client in clients]
 
     @staticmethod
     def accuracy(recalls: list[Recall]) -> float:
         """Share of right letters among all clients' questions, 0 to 1."""
         return sum(r.chosen for r in recalls) / sum(r.items for r in recalls)
 
-    def _answered(self, model: nn.Module, client: int, read: Read) -> Recall:
+    def _answered(self, model: nn.Module, client: int, read: Read, before_batch: Callable[[], object]) -> Recall:
         questions = self._held_out[client]
         found = np.empty((len(questions), 3))  # exact, chosen, loss
         by_length = sorted(range(len(questions)), key=lambda i: len(self.prompt(questions[i])))
         start = 0
         while start < len(by_length):
+            before_batch()
             some = by_length[start : start + ITEMS_AT_ONCE]
             while len(some) > 1 and len(some) * len(self.prompt(questions[some[-1]])) > TOKENS_AT_ONCE:
                 some.pop()

@@ -42,6 +42,10 @@ ReadOn = Callable[..., Tensor]
 all). `key` names the tokens and all before them."""
 
 
+def nothing() -> None:
+    """What is done before a batch of items where nothing is asked for."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Items of one length: tokens, and the same tokens where they are an answer, else `NO_LABEL`."""
@@ -218,6 +222,7 @@ class NeedleTask:
         clients: list[int] | None = None,
         length: int | None = None,
         read: ReadOn | None = None,
+        before_batch: Callable[[], object] = nothing,
     ) -> list[Recall]:
         """How well each client's held-out facts are recalled.
 
@@ -227,10 +232,11 @@ class NeedleTask:
             clients: whose items; None for all clients.
             length: of the items; None for the task's own.
             read: how tokens are read after those in a cache; None: by a plain forward pass.
+            before_batch: called before each batch of items; what it raises is passed on.
         """
         model.eval()
         clients = self.clients() if clients is None else clients
-        return [self._recall(model, new_cache, read or _read_on, c, length) for c in clients]
+        return [self._recall(model, new_cache, read or _read_on, c, length, before_batch) for c in clients]
 
     @staticmethod
     def accuracy(recalls: list[Recall]) -> float:
@@ -238,7 +244,13 @@ class NeedleTask:
         return sum(r.exact for r in recalls) / sum(r.items for r in recalls)
 
     def _recall(
-        self, model: nn.Module, new_cache: Callable[[nn.Module], Any], read_on: ReadOn, client: int, length: int | None
+        self,
+        model: nn.Module,
+        new_cache: Callable[[nn.Module], Any],
+        read_on: ReadOn,
+        client: int,
+        length: int | None,
+        before_batch: Callable[[], object],
     ) -> Recall:
         items = self.held_out(client, length)
         read = np.empty((len(items), 3))  # exact, chosen, summed loss
@@ -248,6 +260,7 @@ class NeedleTask:
         for prompt_length, indices in by_length.items():  # prompts of one length need no padding
             size = max(1, min(ITEMS_AT_ONCE, TOKENS_AT_ONCE // prompt_length))
             for start in range(0, len(indices), size):
+                before_batch()
                 some = indices[start : start + size]
                 read[some] = self._read(model, new_cache(model), read_on, [items[i] for i in some]).cpu().numpy()
         hits, choices = [bool(x) for x in read[:, 0]], [bool(x) for x in read[:, 1]]
