@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 
 from nestling.core.errors import ContextError, WireError
 from nestling.tasks.cifar import PUBLISHED, find_binary, read_binary, refuse_pickled
+from nestling.tasks.hub import from_hub
 from nestling.tasks.parquet import find_parquet, read_parquet
 from nestling.tasks.pictures import pixels
 from nestling.tasks.sets import HUB as HUB
@@ -150,25 +151,7 @@ def _from_folder(name: str, folder: Path) -> tuple[Images, Images]:
 
 def _from_hub(name: str) -> tuple[Images, Images]:
     source, _, _, test = HUB[name]
-    try:
-        from datasets import load_dataset  # the only place that needs this library of the hub extra
-    except ImportError as error:
-        raise ContextError(
-            f"{source} is read through the package datasets, which is not installed",
-            where="task.data",
-            remedy="pip install 'nestling[hub]', or set task.path to a folder with the data.",
-        ) from error
-    try:
-        parts: Any = load_dataset(source)
-        return _of_split(name, parts["train"]), _of_split(name, parts[test])
-    except WireError:
-        raise
-    except Exception as error:  # the library raises many kinds: offline, gone, no such split
-        raise ContextError(
-            f"could not be loaded ({type(error).__name__}: {error})",
-            where=source,
-            remedy="Check the network, or set task.path to a folder with the data.",
-        ) from error
+    return from_hub(source, read=lambda parts: (_of_split(name, parts["train"]), _of_split(name, parts[test])))
 
 
 def _of_split(name: str, part: Any) -> Images:

@@ -1,15 +1,16 @@
 """A set as its repository on the hub holds it: parquet files by split, one row an item, read from a local folder.
 
-    train-00000-of-00002.parquet …     columns: the picture, a struct {bytes, path}, and its label
+    train-00000-of-00002.parquet …     columns: the picture, a struct {bytes, path}, and its label; or a text
 
 The files are read by pyarrow itself, which comes with the extra `hub`: no name is looked up and nothing is copied into
 another library's cache. They may lie in the folder or, as most repositories have them, in one folder inside it.
 """
 
 import re
+from collections.abc import Callable
 from os.path import isdir  # unlike Path.is_dir, False for a name too long for the system
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from nestling.tasks.sets import HUB, SHAPES, Images
 MOST = 2_000_000
 """Rows; a damaged file may claim any number, and room is made for all of them."""
 _ROWS = 512
+Part = TypeVar("Part")
 
 
 def find_parquet(folder: Path) -> Path | None:
@@ -44,7 +46,23 @@ def read_parquet(name: str, place: Path) -> tuple[Images, Images]:
     Raises `ContextError` if pyarrow, a file or a column is missing, `WireError` if a file or picture is damaged.
     """
     train, test = _shards(place, "train"), _shards(place, HUB[name][3])
-    return _read(name, train), _read(name, test)
+    return _pictures(name, train), _pictures(name, test)
+
+
+def read_texts(source: str, place: Path, split: str, column: str) -> list[str]:
+    """A column of texts of one split, in the order of the rows; `source` names the repository for errors.
+
+    Raises `ContextError` if pyarrow, a file or the column is missing, `WireError` if a file is damaged.
+    """
+
+    def rows(file: Any, where: str) -> list[str]:
+        _has_columns(file, [column], source, where)
+        texts = [text for batch in file.iter_batches(_ROWS, columns=[column]) for text in batch.column(0).to_pylist()]
+        if not all(isinstance(text, str) for text in texts):
+            raise WireError("damaged", f"has a row without a text in {column!r}", where=where)
+        return texts
+
+    return [text for part in _each(_shards(place, split), rows) for text in part]
 
 
 def _shards(place: Path, split: str) -> list[Path]:
@@ -67,7 +85,15 @@ def _shards(place: Path, split: str) -> list[Path]:
     return [path for _, path in found]
 
 
-def _read(name: str, paths: list[Path]) -> Images:
+def _pictures(name: str, paths: list[Path]) -> Images:
+    parts = _each(paths, lambda file, where: _rows(name, file, where))
+    if len(parts) == 1:
+        return parts[0]
+    return Images(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
+
+
+def _each(paths: list[Path], read: Callable[[Any, str], Part]) -> list[Part]:
+    """What `read` makes of each file, given open and with its name."""
     try:
         from pyarrow import ArrowException
         from pyarrow import parquet as library
@@ -77,27 +103,29 @@ def _read(name: str, paths: list[Path]) -> Images:
             where=str(paths[0]),
             remedy="pip install 'nestling[hub]'",
         ) from error
-    parts: list[Images] = []
+    parts: list[Part] = []
     for path in paths:
         try:
             with library.ParquetFile(path) as file:
-                parts.append(_rows(name, file, str(path)))
+                parts.append(read(file, str(path)))
         except (OSError, ValueError, ArrowException) as error:
             if isinstance(error, WireError):
                 raise
             raise WireError("damaged", f"cannot be read ({error})", where=str(path)) from error
-    if len(parts) == 1:
-        return parts[0]
-    return Images(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
+    return parts
+
+
+def _has_columns(file: Any, columns: list[str], source: str, where: str) -> None:
+    for column in columns:
+        if column not in file.schema_arrow.names:
+            raise ContextError(
+                f"has no column {column!r}", where=where, remedy=f"Give the files of {source} on the hub."
+            )
 
 
 def _rows(name: str, file: Any, where: str) -> Images:
     (channels, side, classes), (_, image, label, _) = SHAPES[name], HUB[name]
-    for column in (image, label):
-        if column not in file.schema_arrow.names:
-            raise ContextError(
-                f"has no column {column!r}", where=where, remedy=f"Give the files of {HUB[name][0]} on the hub."
-            )
+    _has_columns(file, [image, label], HUB[name][0], where)
     count = file.metadata.num_rows
     if count > MOST:
         raise WireError("damaged", f"claims {count:,} rows", where=where)

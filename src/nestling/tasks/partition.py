@@ -1,4 +1,4 @@
-"""Who holds which items: Dirichlet shares of every class, or equal random shares.
+"""Who holds which items: Dirichlet shares of every class, equal random shares, or whole groups.
 
     for each class c:  (p_1 … p_K) ~ Dirichlet(α, …, α);  client k gets the p_k-part of the items of class c
 
@@ -46,3 +46,23 @@ def iid_shares(count: int, *, clients: int, seed: int) -> list[Int[np.ndarray, "
     """
     order = Stream(seed, "partition-order", "iid").permutation(count)
     return [np.sort(part) for part in np.array_split(order, clients)]
+
+
+def group_shares(groups: Int[np.ndarray, " n"], *, clients: int, seed: int) -> list[Int[np.ndarray, " _"]]:
+    """Whole groups, in a random order each to the client that holds the fewest items so far: indices, sorted.
+
+    Args:
+        groups: number of the group of each item.
+        clients: how many clients; those that no group is left for get none.
+        seed: of the run.
+
+    >>> [s.tolist() for s in group_shares(np.array([0, 0, 0, 1, 2, 2]), clients=2, seed=0)]
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    names, sizes = np.unique(groups, return_counts=True)
+    holder, held = np.zeros(len(names), np.int64), np.zeros(clients, np.int64)
+    for group in Stream(seed, "partition-order", "groups").permutation(len(names)):
+        holder[group] = held.argmin()
+        held[holder[group]] += sizes[group]
+    owner = holder[np.searchsorted(names, groups)]
+    return [np.flatnonzero(owner == client) for client in range(clients)]

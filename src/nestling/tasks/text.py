@@ -205,8 +205,8 @@ class TextTask:
     def __init__(self, streams: list[np.ndarray], *, length: int, device: str = "cpu") -> None:
         self.length, self.device = length, torch.device(device)
         parts = [split_text(stream) for stream in streams]
-        self._train = [_windows(train, length) for train, _ in parts]
-        self._held_out = np.concatenate([_windows(held_out, length) for _, held_out in parts])
+        self._train = [windows(train, length) for train, _ in parts]
+        self._held_out = np.concatenate([windows(held_out, length) for _, held_out in parts])
         if not len(self._held_out):
             raise ConfigError(
                 f"no text is long enough to hold out {length + 1} tokens",
@@ -254,7 +254,11 @@ class TextTask:
         return TextScore(total / items, right, items)
 
 
-def _windows(ids: np.ndarray, length: int) -> Int64[np.ndarray, "n t"]:
-    """Every window of length + 1 tokens whose first token is the last of the window before it."""
+def windows(ids: np.ndarray, length: int) -> Int64[np.ndarray, "n t"]:
+    """Every window of length + 1 tokens whose first token is the last of the window before it.
+
+    >>> windows(np.arange(6), 2).tolist()
+    [[0, 1, 2], [2, 3, 4]]
+    """
     count = max(0, (len(ids) - 1) // length)
     return ids[np.arange(count)[:, None] * length + np.arange(length + 1)].astype(np.int64)
