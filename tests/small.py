@@ -1,5 +1,5 @@
 """Federations small enough for tests: one of plain numbers without torch, one of drawn images that trains in a second,
-and one of a drawn language model over bytes.
+one of drawn text, and one of a drawn language model over bytes.
 
 The images are ten blurred patterns with noise, in the four files of Fashion-MNIST, so that a command line can use them.
 """
@@ -172,6 +172,65 @@ def finished(seed: int = 0) -> tuple:
     settings = config(folder / "runs", references=True, seed=seed)
     result = run(settings, progress=steps.append, command=["nestling", "run", "small.toml"])
     return settings, result, steps
+
+
+# Drawn text: a real run of next-byte prediction in seconds.
+
+
+@cache
+def articles() -> Path:
+    """A folder with WikiText's three files: articles about a number each, in sentences that a small network learns."""
+    folder = Path(mkdtemp(prefix="nestling-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for part, numbers in (("train", range(12)), ("valid", range(12, 14)), ("test", range(14, 16))):
+        lines = []
+        for number in numbers:
+            lines += [" \n", f" = Number {number} = \n", " \n", f" the number {number} is a number . \n" * 20]
+        (folder / f"wiki.{part}.raw").write_text("".join(lines), "utf-8")
+    return folder
+
+
+def text_toml(out: Path | str, *, data: Path | None = None) -> str:
+    """Settings of a run over three clients that takes some seconds."""
+    return f"""\
+name = "text"
+rounds = 2
+
+[task]
+kind = "text"
+data = "wikitext2"
+path = "{data or articles()}"
+clients = 3
+length = 16
+train_items = 20
+
+[base]
+kind = "tinygpt"
+width = 32
+layers = 1
+context = 16
+pretrain_on = "wikitext2"
+epochs = 6
+lr = 1e-2
+
+[adapter]
+dim = 8
+targets = ["blocks.*"]
+
+[local]
+batch_size = 8
+lr = 3e-2
+
+[machine]
+workers = 2
+out = "{out}"
+"""
+
+
+def text_config(out: Path | str, *, references: bool = False, **changes: object) -> RunConfig:
+    """The same settings, with `changes` to the top level."""
+    made = parse_config(text_toml(out))
+    return replace(made, **{"machine": replace(made.machine, references=references), **changes})
 
 
 def tiny_llama(family: str = "Llama", **changes: object) -> nn.Module:

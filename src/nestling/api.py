@@ -20,7 +20,7 @@ from nestling.build import Parts, build, resolve, run_id
 from nestling.codec.codecs import body_size
 from nestling.codec.message import state_digest
 from nestling.config.load import dump_config, load_config
-from nestling.config.schema import BaseConfig, RunConfig, TaskConfig, deciding
+from nestling.config.schema import OwnBase, RunConfig, TaskConfig, TextConfig, deciding
 from nestling.core.errors import ConfigError, NestlingError, RunError
 from nestling.core.types import Engine, Failure, Progress
 from nestling.core.vectors import Vector
@@ -38,8 +38,9 @@ from nestling.runs.folder import RunFolder, create, read_status, reopen
 from nestling.runs.recorder import Recorder, read_messages, read_result
 from nestling.runs.result import Result
 from nestling.tasks.data import TITLES
-from nestling.tasks.images import ImageTask
+from nestling.tasks.items import ItemsTask
 from nestling.tasks.recall import Recall
+from nestling.tasks.wikitext import title_of
 
 LOGGED = 10
 """Refused replies of a round that are told in full."""
@@ -188,7 +189,7 @@ def _run(
     tell("loading data and base")
     parts = build(with_own_base(config, folder.path), note=tell, engine=engine, examples=examples)
     own_base = folder.path / "base.safetensors"
-    if isinstance(config.base, BaseConfig) and not config.base.weights and not own_base.is_file():
+    if isinstance(config.base, OwnBase) and not config.base.weights and not own_base.is_file():
         folder.write(own_base.name, base_bytes(parts.base))
     worker, start = parts.workers[0], parts.server.state
     if found is not None:
@@ -318,7 +319,7 @@ def _of_task(
 ) -> dict[str, Any]:
     """What a result says of its task: what it is, the accuracies on all held-out items, and a language run's rows."""
     task = parts.task
-    if not isinstance(task, ImageTask):
+    if not isinstance(task, ItemsTask):
         from nestling.federation.recalls import drops, entries, gains  # needs transformers
 
         base = rows.get("memory off", rows.get("window", rows.get("full attention")))
@@ -333,21 +334,28 @@ def _of_task(
             "gains": gains(rows),
             "drops": drops(rows, "choices" if task.classes else "hits"),
         }
-    assert isinstance(config.task, TaskConfig)
     personal: tuple[float | None, float | None] = (None, None)
     if config.local.rule == "ala" and not parts.elsewhere:  # what clients keep is not here
         personal = personal_accuracies(parts.workers, task, last)
-    return {
+    base = parts.score(parts.workers[0], start)
+    found: dict[str, Any] = {
         "accuracy_personal": personal[0],
         "accuracy_personal_global": personal[1],
-        "task": TITLES[config.task.data],
-        "alpha": config.task.alpha if config.task.partition == "dirichlet" else None,
         "accuracy": accuracy,
-        "accuracy_base": parts.evaluate(parts.workers[0], start),
+        "accuracy_base": base.accuracy,
         "test_items": task.held_out_items,
         "classes": task.classes,
-        "evaluated_on": config.task.evaluate_on,
+        "chance": task.chance,
     }
+    of_task = config.task
+    if isinstance(of_task, TextConfig):
+        reached = parts.score(parts.workers[0], last)
+        found |= {"task": title_of(of_task), "alpha": None}
+        found |= {"perplexity": reached.perplexity, "perplexity_base": base.perplexity}
+    else:
+        assert isinstance(of_task, TaskConfig)
+        found |= {"task": TITLES[of_task.data], "alpha": of_task.alpha if of_task.partition == "dirichlet" else None}
+    return found | {"evaluated_on": of_task.evaluate_on}
 
 
 def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *, seconds: float) -> None:

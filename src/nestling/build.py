@@ -23,13 +23,16 @@ from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.config.schema import (
     BaseConfig,
     FullConfig,
+    GptConfig,
     LanguageConfig,
     LatentConfig,
     LoraConfig,
     MappingConfig,
     MemoryConfig,
+    OwnBase,
     RunConfig,
     TaskConfig,
+    TextConfig,
     deciding,
 )
 from nestling.core.errors import ConfigError
@@ -40,14 +43,17 @@ from nestling.federation.agreement import Agreement
 from nestling.federation.client import Worker
 from nestling.federation.local import ClientState
 from nestling.federation.server import Server
+from nestling.models.assets import locate
 from nestling.models.backbones import base_hash
 from nestling.models.copies import working_copy
-from nestling.models.pretrain import make_base, trained_base, trains
-from nestling.models.resnet import make_resnet, orthonormal_rows
+from nestling.models.pretrain import make_base, make_network, trained_base, trains
+from nestling.models.resnet import orthonormal_rows
 from nestling.tasks.choices import ChoicesTask
 from nestling.tasks.data import SHAPES, load_images
-from nestling.tasks.images import ImageTask, make_task
+from nestling.tasks.images import make_task
+from nestling.tasks.items import ItemsTask, Score
 from nestling.tasks.recall import NeedleTask
+from nestling.tasks.wikitext import VOCABULARY, cut_blocks, load_articles, make_blocks_task
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Parts:
 
     base: nn.Module
     base_hash: str
-    task: ImageTask | NeedleTask | ChoicesTask
+    task: ItemsTask | NeedleTask | ChoicesTask
     workers: list[Worker]
     engine: Engine
     server: Server
@@ -72,9 +78,13 @@ class Parts:
         """Accuracy of a state on the held-out items; of a language run, on those of each round."""
         if self.recalls is not None:
             return self.recalls.after_round(state)
-        assert isinstance(self.task, ImageTask)
+        return self.score(worker, state).accuracy
+
+    def score(self, worker: Worker, state: Vector) -> Score:
+        """The same, in full; of images and text."""
+        assert isinstance(self.task, ItemsTask)
         worker.load(state, None)
-        return self.task.evaluate(worker.model).accuracy
+        return self.task.evaluate(worker.model)
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -116,14 +126,14 @@ def build(
             )
         config = dataclasses.replace(config, machine=dataclasses.replace(config.machine, workers=1))
     check_device(config.machine.device)
-    task: ImageTask | NeedleTask | ChoicesTask
+    task: ItemsTask | NeedleTask | ChoicesTask
     reads: dict[str, str] = {}
     if isinstance(config.base, LanguageConfig):
         from nestling.build_language import load_language  # needs transformers
 
         base, task, round_task, prefix, reads["tokenizer"] = load_language(config, note=note)
     else:
-        base, task = _load_images(config, note=note)
+        base, task = _load_items(config, note=note)
     if isinstance(config.adapter, LoraConfig):  # before factors of any rank are drawn
         _payloads(config, lora_layout(config.adapter, base))
     hashed = base_hash(base)
@@ -151,7 +161,7 @@ def build(
         sampling_rate=config.sampling_rate,
     )  # fmt: skip
     recalls = None
-    if not isinstance(task, ImageTask):
+    if not isinstance(task, ItemsTask):
         from nestling.federation.recalls import Recalls
         from nestling.inference.cache import new_cache
 
@@ -164,28 +174,33 @@ def build(
     return Parts(base, hashed, task, workers, engine, server, agreement, recalls, elsewhere)
 
 
-def _load_images(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, ImageTask]:
-    images, settings = _image_settings(config)
-    channels, _, classes = SHAPES[images.data]
-    _check_base_data(images, settings)
-    task = make_task(images, seed=config.seed, device=config.machine.device)
-    data, path = _pretraining_data(images, settings)
+def _load_items(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, ItemsTask]:
+    of_task, settings = _own_settings(config)
+    channels, classes = _shape(of_task)
+    _check_base_data(of_task, settings)
+    data, path = _pretraining_data(of_task, settings)
+    task: ItemsTask
+    if isinstance(of_task, TextConfig):
+        where = _text_path(of_task.data, of_task.path)
+        task = make_blocks_task(of_task, path=where, seed=config.seed, device=config.machine.device)
+    else:
+        task = make_task(of_task, seed=config.seed, device=config.machine.device)
     base = make_base(settings, channels=channels, classes=classes, data=data, source=path, note=note)
     return base.to(config.machine.device), task
 
 
 def pretrain_base(config: RunConfig, *, note: Callable[[str], object] = lambda text: None) -> tuple[nn.Module, str]:
-    """The base that a run of images would begin with, trained on `machine.device` or taken from the cache, and as JSON
-    where it comes from. What `nestling pretrain` writes; the task's own data is not read.
+    """The base that a run of images or text would begin with, trained on `machine.device` or taken from the cache, and
+    as JSON where it comes from. What `nestling pretrain` writes; the task's own data is not read.
 
     Raises `ConfigError` if the settings have no base to train, `ContextError` if data is missing or training did not
     take.
     """
-    if not isinstance(config.task, TaskConfig):
+    if not isinstance(config.base, OwnBase):
         raise ConfigError(
             "a language model is not trained here", where="base.kind", remedy="Name one under base.model."
         )
-    images, settings = _image_settings(config)
+    of_task, settings = _own_settings(config)
     if settings.weights or not trains(settings):
         raise ConfigError(
             "leaves nothing to train",
@@ -193,29 +208,44 @@ def pretrain_base(config: RunConfig, *, note: Callable[[str], object] = lambda t
             remedy="Give a set under base.pretrain_on, base.epochs of at least 1, and no base.weights.",
         )
     check_device(config.machine.device)
-    _check_base_data(images, settings)
-    channels, _, classes = SHAPES[images.data]
-    data, path = _pretraining_data(images, settings)
+    _check_base_data(of_task, settings)
+    channels, classes = _shape(of_task)
+    data, path = _pretraining_data(of_task, settings)
     return trained_base(
         settings, channels=channels, classes=classes, data=data, source=path, device=config.machine.device, note=note
     )
 
 
-def _pretraining_data(images: TaskConfig, base: BaseConfig) -> tuple[Callable[[], tuple], str]:
-    """What loads the data that the base is trained on, and the folder it lies in; empty: the usual places."""
-    path = base.path or (images.path if base.pretrain_on == images.data else "")
+def _pretraining_data(of_task: TaskConfig | TextConfig, base: OwnBase) -> tuple[Callable[[], tuple], str]:
+    """What loads the data that the base is trained on, and the folder it lies in; empty: the usual places. Of a text it
+    is the training part, in blocks as long as the model can read."""
+    path = base.path or (of_task.path if base.pretrain_on == of_task.data else "")
 
     def load() -> tuple:
+        if isinstance(base, GptConfig):
+            articles = load_articles(base.pretrain_on, _text_path(base.pretrain_on, path))
+            blocks = cut_blocks(articles.train, base.context)
+            return blocks.x, blocks.y
         train, _ = load_images(base.pretrain_on, path)
         return train.x, train.y
 
     return load, path
 
 
-def _image_settings(config: RunConfig) -> tuple[TaskConfig, BaseConfig]:
-    assert isinstance(config.task, TaskConfig)
-    assert isinstance(config.base, BaseConfig)
+def _own_settings(config: RunConfig) -> tuple[TaskConfig | TextConfig, OwnBase]:
+    assert isinstance(config.task, TaskConfig | TextConfig)
+    assert isinstance(config.base, OwnBase)
     return config.task, config.base
+
+
+def _shape(of_task: TaskConfig | TextConfig) -> tuple[int, int]:
+    """Colour channels of what the network is given, 1 of a text, and in how many classes it answers."""
+    return (1, VOCABULARY) if isinstance(of_task, TextConfig) else SHAPES[of_task.data][::2]
+
+
+def _text_path(name: str, path: str) -> str:
+    """Where a text lies: where the settings say, or in the cache; empty: on the hub, or inside Python."""
+    return str(locate(name)) if name == "shakespeare" and not path else path
 
 
 def _fresh_local(config: RunConfig, adapter: Any) -> Vector | None:
@@ -265,13 +295,13 @@ def _payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
     return up, down
 
 
-def _check_base_data(images: TaskConfig, base: BaseConfig) -> None:
+def _check_base_data(of_task: TaskConfig | TextConfig, base: OwnBase) -> None:
     source = base.pretrain_on
-    if base.weights or source == "none":
+    if base.weights or source == "none" or isinstance(of_task, TextConfig):
         return
-    if SHAPES[source][0] != SHAPES[images.data][0]:
+    if SHAPES[source][0] != SHAPES[of_task.data][0]:
         raise ConfigError(
-            f"{source} has {SHAPES[source][0]} colour channels, {images.data} has {SHAPES[images.data][0]}",
+            f"{source} has {SHAPES[source][0]} colour channels, {of_task.data} has {SHAPES[of_task.data][0]}",
             where="base.pretrain_on",
             remedy="Choose a set with the same, or give base.weights.",
         )
@@ -321,7 +351,7 @@ def plan(config: RunConfig) -> Plan:
         layout, adapted, weights = counted.layout, counted.adapted, counted.weights
         local, stream = counted.local, counted.stream
     else:
-        layout, adapted, weights = _count_images(config)
+        layout, adapted, weights = _count_items(config)
     up, down = _payloads(config, layout)
     asked = config.server.clients_per_round or config.task.clients
     factor = 4 * adapted / up
@@ -347,13 +377,14 @@ def plan(config: RunConfig) -> Plan:
     )
 
 
-def _count_images(config: RunConfig) -> tuple[Layout, int, int]:
+def _count_items(config: RunConfig) -> tuple[Layout, int, int]:
     """What is sent, how many weights it adapts, and how many the model has."""
-    images, base = _image_settings(config)
-    channels, _, classes = SHAPES[images.data]
+    of_task, base = _own_settings(config)
+    channels, classes = _shape(of_task)
     with torch.device("meta"):
-        model = make_resnet(base.model, width=base.width, channels=channels, classes=classes, seed=0)
-    orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
+        model = make_network(base, channels=channels, classes=classes)
+    if isinstance(base, BaseConfig):
+        orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     adapter = config.adapter
     if isinstance(adapter, LatentConfig):

@@ -127,10 +127,7 @@ def _prefix(config: RunConfig, model: Any) -> Any:
 def _text(needle: NeedleConfig) -> str:
     if needle.text != "shakespeare":
         return load_text(needle.text, needle.path)
-    path = assets.find("shakespeare")
-    if path is None:
-        raise ContextError("is not on this machine", where="shakespeare", remedy="nestling fetch shakespeare")
-    return load_text("file", str(path))
+    return load_text("file", str(assets.locate("shakespeare")))
 
 
 def _questions_path(settings: ChoicesConfig) -> str:

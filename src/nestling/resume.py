@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.build import Parts
-from nestling.config.schema import BaseConfig, RunConfig, deciding
+from nestling.config.schema import OwnBase, RunConfig, deciding
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.federation.loop import Round
 from nestling.federation.reference import References
@@ -133,7 +133,7 @@ def differing(before: Any, now: dict[str, Any]) -> list[str]:
 def with_own_base(config: RunConfig, folder: Path) -> RunConfig:
     """The settings with the base that lies in the run's folder, so that it need not be made again."""
     own = folder / "base.safetensors"
-    if isinstance(config.base, BaseConfig) and not config.base.weights and own.is_file():
+    if isinstance(config.base, OwnBase) and not config.base.weights and own.is_file():
         return dataclasses.replace(config, base=dataclasses.replace(config.base, weights=str(own)))
     return config
 

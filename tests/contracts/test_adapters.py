@@ -20,6 +20,7 @@ from nestling.adapters.base import Adapter, averaging_error
 from nestling.config.schema import AdapterConfig, FullConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig
 from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.models.resnet import make_resnet
+from nestling.models.tinygpt import make_tinygpt
 
 
 class Words(nn.Module):
@@ -94,6 +95,22 @@ class NextWord(nn.Module):
         return self.model(tokens).logits[:, -1, :10]
 
 
+class LastToken(nn.Module):
+    """A small GPT over ten tokens that answers at the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_tinygpt(vocabulary=10, width=32, layers=1, context=6, seed=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)[:, -1]
+
+
+def gpt_by_peft() -> nn.Module:
+    pytest.importorskip("peft")
+    return LastToken()
+
+
 def language() -> nn.Module:
     pytest.importorskip("transformers")
     return NextWord(tiny_llama())
@@ -125,6 +142,11 @@ CASES = {
     "latent budget": Case(images, LatentConfig(seed=7, budget=100, targets=("*conv*",)), IMAGES, 100),
     "latent norms": Case(with_statistics, LatentConfig(seed=7, dim=8, train_norms=True), IMAGES, 2 * 8 + 2 * 6),
     "latent words": Case(words, LatentConfig(seed=7, dim=8), TOKENS, 5 * 8),
+    "latent gpt": Case(LastToken, LatentConfig(seed=7, dim=8, targets=("*blocks.*",)), TOKENS, 4 * 8),
+    "full gpt": Case(LastToken, FullConfig(targets=("*blocks.*",)), TOKENS, 12 * 32 * 32 + 4 * 32),
+    "lora gpt": Case(
+        gpt_by_peft, LoraConfig(seed=7, rank=2, targets=("qkv", "down")), TOKENS, 2 * (32 + 96 + 128 + 32)
+    ),
     "lora": Case(projections, LoraConfig(seed=7, rank=2), TOKENS, 3 * 2 * 2 * (8 + 6)),
     "lora upper": Case(
         projections, LoraConfig(seed=7, rank=3, layers="upper:0.5", targets=("q_proj",)), TOKENS, 2 * 3 * (8 + 6)

@@ -129,6 +129,16 @@ def test_the_caption_says_what_epsilon_counts_on(result):
     assert "Not covered: how many replied" in drawn
 
 
+def test_the_caption_of_text_names_the_commonest_byte_and_perplexities(result):
+    runs = [
+        result(seed=seed, classes=256, chance=0.154, perplexity=7.0 + seed, perplexity_base=20.0) for seed in (0, 1)
+    ]
+    text = caption_of(runs)
+    assert "chance is 15.4 %" in text
+    assert "Perplexity of a byte: frozen base 20.000; flite, float32 7.500" in text.replace(runs[0].codec, "float32")
+    assert "erplexity" not in caption_of([result()])
+
+
 def test_the_caption_says_what_the_numbers_are(result):
     text = caption_of(mixed(result))
     for part in (

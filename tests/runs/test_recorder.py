@@ -292,6 +292,9 @@ def test_a_result_that_lacks_an_entry_is_refused(name):
         "epsilon",
         "delta",
         "sampling_rate",
+        "chance",
+        "perplexity",
+        "perplexity_base",
     ):  # of some
         assert name not in values
         return
@@ -361,6 +364,19 @@ def test_accuracies_of_clients_own_models_are_written_where_there_are_any():
     assert Result.from_dict(values) == result
     with pytest.raises(WireError):
         Result.from_dict(values | {"accuracy_personal": 1.5})
+
+
+def test_what_a_text_run_says_more_is_written_where_there_is_any():
+    assert not {"chance", "perplexity", "perplexity_base"} & RESULT.to_dict().keys()
+    result = dataclasses.replace(RESULT, chance=0.15, perplexity=7.5, perplexity_base=40.0)
+    values = json.loads(json.dumps(result.to_dict()))
+    assert (values["chance"], values["perplexity"], values["perplexity_base"]) == (0.15, 7.5, 40.0)
+    assert Result.from_dict(values) == result
+    for bad in ({"chance": 1.5}, {"perplexity": -1.0}, {"perplexity_base": "low"}):
+        with pytest.raises(WireError):
+            Result.from_dict(values | bad)
+    endless = dataclasses.replace(RESULT, perplexity=float("inf")).to_dict()
+    assert "perplexity" not in endless
 
 
 def test_the_digest_of_settings_is_read_back_and_may_be_absent() -> None:

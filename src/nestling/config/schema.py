@@ -20,6 +20,8 @@ from nestling.config.codec import codec_name as codec_name
 from nestling.config.local import LocalConfig as LocalConfig
 from nestling.config.server import PrivacyConfig as PrivacyConfig
 from nestling.config.server import ServerConfig as ServerConfig
+from nestling.config.text import GptConfig as GptConfig
+from nestling.config.text import TextConfig as TextConfig
 from nestling.core.errors import ConfigError
 
 DATA_SETS = ("digits", "fashion", "cifar10", "cifar100", "tiny-imagenet")
@@ -179,6 +181,10 @@ class LanguageConfig:
         is_one_of("base.dtype", self.dtype, ("bfloat16", "float32"))
 
 
+OwnBase = BaseConfig | GptConfig
+"""A base whose weights are made here, or named by a file; it has `weights`, `pretrain_on` and `path`."""
+
+
 @dataclass(frozen=True)
 class MachineConfig:
     """Where a run works and writes; nothing here changes its result on a CPU."""
@@ -205,8 +211,8 @@ class RunConfig:
     seed: int = 0
     """Decides the partition, the cohorts, items and their order and, unless set apart, the adapter's maps."""
     rounds: int = 10
-    task: TaskConfig | NeedleConfig | ChoicesConfig = field(default_factory=TaskConfig)
-    base: BaseConfig | LanguageConfig = field(default_factory=BaseConfig)
+    task: TaskConfig | TextConfig | NeedleConfig | ChoicesConfig = field(default_factory=TaskConfig)
+    base: BaseConfig | GptConfig | LanguageConfig = field(default_factory=BaseConfig)
     adapter: LatentConfig | FullConfig | MemoryConfig | LoraConfig | MappingConfig = field(default_factory=LatentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -294,16 +300,22 @@ class RunConfig:
 
     def _fits_together(self) -> None:
         """Refuse a base or an adapter that the task cannot use."""
-        language = isinstance(self.task, NeedleConfig | ChoicesConfig)
-        if language != isinstance(self.base, LanguageConfig):
-            wanted = "language" if language else "resnet"
+        wanted = _BASES[self.task.kind]
+        if self.base.kind != wanted:
             raise ConfigError(
                 f"{self.base.kind!r} does not go with a task of kind {self.task.kind!r}",
                 where="base.kind",
                 remedy=f'Write kind = "{wanted}" under [base].',
             )
-        for_images = (LatentConfig, FullConfig, LoraConfig, MappingConfig)
-        fitting = (MemoryConfig, LoraConfig, FullConfig) if language else for_images
+        if isinstance(self.base, GptConfig) and getattr(self.task, "length", 0) > self.base.context:
+            raise ConfigError(
+                f"is more than base.context, {self.base.context}",
+                where="task.length",
+                remedy="Give shorter blocks, or a base with a longer context.",
+            )
+        language = wanted == "language"
+        of_weights = (LatentConfig, FullConfig, LoraConfig, MappingConfig)
+        fitting = (MemoryConfig, LoraConfig, FullConfig) if language else of_weights
         if not isinstance(self.adapter, fitting):
             raise ConfigError(
                 f"{self.adapter.kind!r} does not go with a task of kind {self.task.kind!r}",
@@ -314,7 +326,7 @@ class RunConfig:
             for setting in ("window", "sinks"):
                 if getattr(self.adapter, setting) != getattr(LoraConfig, setting):
                     raise ConfigError(
-                        "is of a language model's attention, which images have none of",
+                        "is of a language model's attention, and goes with no other base",
                         where=f"adapter.{setting}",
                         remedy=f"Leave it at {getattr(LoraConfig, setting)}.",
                     )
@@ -348,6 +360,7 @@ class RunConfig:
         return "+".join([_ADAPTERS[adapter.kind] + latent, *rules])
 
 
+_BASES = {"images": "resnet", "text": "tinygpt", "needle": "language", "choices": "language"}
 _RULES = {"prox": "fedprox", "ssi": "fedssi", "ala": "fedala", "nesterov": "diloco", "adam": "fedadam"}
 _RULES |= {"yogi": "fedyogi"}
 _ADAPTERS = {"latent": "flite", "memory": "fednl", "lora": "ffa-lora", "mapping": "mapping"}

@@ -15,7 +15,7 @@ from secrets import token_hex
 from typing import Any
 
 from nestling.config.load import dump_config, load_config, parse_config
-from nestling.config.schema import BaseConfig, MachineConfig, NeedleConfig, RunConfig
+from nestling.config.schema import MachineConfig, NeedleConfig, OwnBase, RunConfig
 from nestling.core.errors import ConfigError, NestlingError
 from nestling.core.files import write_atomic
 from nestling.core.types import Failure, Progress
@@ -170,7 +170,7 @@ def own_settings(config: RunConfig, fed: Path, settings: FedSettings) -> RunConf
     """
     machine = MachineConfig(out=str(fed / "runs"), workers=1, device=settings.device, references=False)
     base = config.base
-    if isinstance(base, BaseConfig) and base.weights:
+    if isinstance(base, OwnBase) and base.weights:
         own = fed / "bases" / Path(base.weights).name
         if not own.is_file():
             raise ConfigError(
@@ -179,7 +179,7 @@ def own_settings(config: RunConfig, fed: Path, settings: FedSettings) -> RunConf
                 remedy=f"Put the file into {fed / 'bases'} and give its name.",
             )
         base = dataclasses.replace(base, weights=str(own))
-    if isinstance(base, BaseConfig):
+    if isinstance(base, OwnBase):
         base = dataclasses.replace(base, path="")  # a set to train a base on is found in the usual places
     elif settings.model:
         base = dataclasses.replace(base, model=settings.model)
@@ -198,15 +198,15 @@ def prepare(config: RunConfig, fed: Path, name: str) -> tuple[RunConfig, Hello, 
     from nestling.models.backbones import base_bytes
 
     parts = build(config, note=_once(), engine=_Nobody())
-    content = base_bytes(parts.base) if isinstance(config.base, BaseConfig) else b""
-    if isinstance(config.base, BaseConfig):
+    content = base_bytes(parts.base) if isinstance(config.base, OwnBase) else b""
+    if isinstance(config.base, OwnBase):
         path = make_private(fed / "bases") / f"{parts.base_hash}.safetensors"
         if not path.is_file():
             write_atomic(path, content)
         config = dataclasses.replace(config, base=dataclasses.replace(config.base, weights=str(path)))
     nowhere = "elsewhere" if isinstance(config.task, NeedleConfig) else ""  # each site has its own
     told = dataclasses.replace(with_data(config, nowhere), machine=MachineConfig())
-    if isinstance(told.base, BaseConfig):
+    if isinstance(told.base, OwnBase):
         told = dataclasses.replace(told, base=dataclasses.replace(told.base, weights=""))
     elif told.base.model not in ASSETS:  # sites have their own, and this one's path is the server's affair
         told = dataclasses.replace(told, base=dataclasses.replace(told.base, model=Path(told.base.model).name))

@@ -31,7 +31,7 @@ from safetensors.numpy import load, save
 from nestling.build import build
 from nestling.codec.message import peek
 from nestling.config.load import parse_config
-from nestling.config.schema import BaseConfig, LanguageConfig, MachineConfig, RunConfig
+from nestling.config.schema import LanguageConfig, MachineConfig, OwnBase, RunConfig
 from nestling.core.errors import ConfigError, ContextError, NestlingError, WireError
 from nestling.core.files import sync_folder, write_atomic
 from nestling.core.types import Failure
@@ -53,7 +53,7 @@ from nestling.federation.client import Worker
 from nestling.federation.local import ClientState
 from nestling.models.assets import ASSETS
 from nestling.runs.files import read_file
-from nestling.tasks.images import ImageTask
+from nestling.tasks.items import ItemsTask
 
 PINNED, AGREED, KEPT, BASES = "pinned", "agreed.json", "kept", "bases"
 FORGOTTEN = "forgotten"
@@ -100,7 +100,7 @@ class Site:
         _check_hex(hello.run, 32, "name of a run")
         self._check_pin(hello.base)
         self._hello = hello
-        if isinstance(config.base, BaseConfig) and not self._base(hello.base).is_file():
+        if isinstance(config.base, OwnBase) and not self._base(hello.base).is_file():
             return self._ready(False)
         return self._prepare(hello, config)
 
@@ -132,7 +132,7 @@ class Site:
         Raises `ContextError` if it cannot be built, with a text of our own: what is missing is in the site's log.
         """
         own = self._base(hello.base)
-        if isinstance(config.base, BaseConfig):
+        if isinstance(config.base, OwnBase):
             config = dataclasses.replace(config, base=dataclasses.replace(config.base, weights=str(own)))
         try:
             parts = build(config)
@@ -153,9 +153,9 @@ class Site:
             )
         worker = parts.workers[0]
         if self.settings.whole:
-            if not isinstance(parts.task, ImageTask):
+            if not isinstance(parts.task, ItemsTask):
                 raise ConfigError(
-                    "is for images", where="--whole", remedy="Each client of this task has its own items."
+                    "is for images and text", where="--whole", remedy="Each client of this task has its own items."
                 )
             worker = dataclasses.replace(worker, task=parts.task.whole(self.settings.client))
         write_private(self._folder / PINNED, hello.base.encode())
@@ -188,7 +188,7 @@ class Site:
         s = self.settings
         base = config.base
         machine = MachineConfig(workers=1, device=s.device, references=False)
-        if isinstance(base, BaseConfig):
+        if isinstance(base, OwnBase):
             base = dataclasses.replace(base, weights="", path="")
         elif s.model:
             base = dataclasses.replace(base, model=s.model)

@@ -15,10 +15,10 @@ import numpy as np
 from nestling.core.vectors import Vector
 from nestling.federation.client import Worker
 from nestling.federation.pool import side_by_side
-from nestling.tasks.images import ImageTask
+from nestling.tasks.items import ItemsTask
 
 
-def personal_accuracies(workers: Sequence[Worker], task: ImageTask, state: Vector) -> tuple[float, float]:
+def personal_accuracies(workers: Sequence[Worker], task: ItemsTask, state: Vector) -> tuple[float, float]:
     """(of each client's own model, of the global state), both weighted by the clients' own class shares.
 
     `state` is the server's; what makes a client's model its own is in `Worker.kept`.

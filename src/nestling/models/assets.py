@@ -129,6 +129,13 @@ def find(name: str) -> Path | None:
     return next((path for path in places if isfile(path) and path.stat().st_size == asset.bytes), None)
 
 
+def locate(name: str) -> Path:
+    """The same; `ContextError` (exit 3) with the command that brings it, if it is not here."""
+    if path := find(name):
+        return path
+    raise ContextError("is not on this machine", where=name, remedy=f"nestling fetch {name}")
+
+
 def cached(name: str) -> Path:
     """Where `fetch` puts the file of an asset."""
     return cache_folder() / "assets" / _asset(name).file

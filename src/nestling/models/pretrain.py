@@ -19,20 +19,24 @@ import torch.nn.functional as F
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from nestling.config.schema import BaseConfig
+from nestling.config.schema import GptConfig, OwnBase
 from nestling.core.errors import ContextError, NestlingError
 from nestling.core.files import cache_folder, make_folder, write_atomic
 from nestling.core.seeds import Stream
 from nestling.models.backbones import base_bytes, load_base, provenance_of
-from nestling.models.resnet import ResNet, make_resnet
+from nestling.models.resnet import make_resnet
+from nestling.models.tinygpt import make_tinygpt
 
 RECIPE = 3
 """Raise it when a change below changes what comes out, so that no cached base of an older recipe is used."""
 
-BATCH, WARM_UP = 64, 50
+BATCH, BLOCKS, WARM_UP = 64, 16, 50
+"""Images, or blocks of text, in a step: a block of 128 bytes is 128 answers, and 64 blocks left too few steps to learn
+much in."""
 
 Data = Callable[[], tuple[np.ndarray, np.ndarray]]
-"""Loads uint8 images [n, c, h, w] and their labels [n]; only called if nothing is cached."""
+"""Loads uint8 images [n, c, h, w] and their labels [n], or tokens [n, t] and those that follow [n, t]; only called if
+nothing is cached."""
 
 Note = Callable[[str], object]
 
@@ -42,39 +46,40 @@ def _silence(text: str) -> None:
 
 
 def make_base(
-    config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "", note: Note = _silence
-) -> ResNet:
+    config: OwnBase, *, channels: int, classes: int, data: Data, source: str = "", note: Note = _silence
+) -> nn.Module:
     """The frozen network of a run: from `config.weights`, from the cache, or trained now on `data`.
 
-    `source` names where the data comes from, if not from its usual place: another source is another base. `note` is
-    told now and then how far the training is.
+    `channels` is of images; a GPT has none, and the classes are its vocabulary. `source` names where the data comes
+    from, if not from its usual place: another source is another base. `note` is told now and then how far the training
+    is.
 
     Raises `ContextError` if the weights are missing, belong to another model, or training did not take.
     """
     if config.weights or not trains(config):
-        model = _make(config, channels=channels, classes=classes)
+        model = make_network(config, channels=channels, classes=classes)
         if config.weights:
             load_base(model, Path(config.weights))
         return model
     return trained_base(config, channels=channels, classes=classes, data=data, source=source, note=note)[0]
 
 
-def trains(config: BaseConfig) -> bool:
+def trains(config: OwnBase) -> bool:
     """Whether a base without given weights is trained at all, rather than random."""
     return config.pretrain_on != "none" and config.epochs > 0
 
 
 def trained_base(
-    config: BaseConfig, *, channels: int, classes: int, data: Data, source: str = "", device: str = "cpu",
+    config: OwnBase, *, channels: int, classes: int, data: Data, source: str = "", device: str = "cpu",
     note: Note = _silence,
-) -> tuple[ResNet, str]:  # fmt: skip
+) -> tuple[nn.Module, str]:  # fmt: skip
     """The base that `config` asks for, on the CPU, and as JSON where it comes from: settings, data and held-out
     accuracy; that text says less if an earlier version made the base, and never where files lie.
 
     `device` is where it is trained; on a GPU the bytes are not the same twice. Other arguments and errors as
     `make_base`.
     """
-    model = _make(config, channels=channels, classes=classes)
+    model = make_network(config, channels=channels, classes=classes)
     # Where its data lies is `source`; a recipe from before there was `base.path` keeps its name.
     settings = {name: value for name, value in asdict(config).items() if name != "path"}
     recipe = [RECIPE, settings, source, channels, classes, torch.__version__, *([device] if device != "cpu" else [])]
@@ -93,11 +98,11 @@ def trained_base(
     x, y = data()
     own_classes = int(y.max()) + 1
     # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
-    other = _make(config, channels=channels, classes=own_classes) if own_classes > classes else model
+    other = make_network(config, channels=channels, classes=own_classes) if own_classes > classes else model
     accuracy = pretrain(other.to(device), x, y, config, note=note)
     other.cpu()
     if other is not model:
-        head = model.head.weight.detach().clone()
+        head = model.get_parameter("head.weight").detach().clone()
         model.load_state_dict({**other.state_dict(), "head.weight": head})
     said |= {"items": len(y), "data_sha256": _digest(x, y), "trained_classes": own_classes}
     provenance = json.dumps(said | {"held_out_accuracy": round(accuracy, 4)}, sort_keys=True)
@@ -116,18 +121,23 @@ def _digest(x: np.ndarray, y: np.ndarray) -> str:
     return found.hexdigest()
 
 
-def _make(config: BaseConfig, *, channels: int, classes: int) -> ResNet:
+def make_network(config: OwnBase, *, channels: int, classes: int) -> nn.Module:
+    """The network of a base before it is trained."""
+    if isinstance(config, GptConfig):
+        return make_tinygpt(
+            vocabulary=classes, width=config.width, layers=config.layers, context=config.context, seed=config.seed
+        )
     return make_resnet(
         config.model, width=config.width, channels=channels, classes=classes, seed=config.seed, head=config.head
     )
 
 
-def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, *, note: Note = _silence) -> float:
+def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: OwnBase, *, note: Note = _silence) -> float:
     """Train `model` in place, where it lies, with AdamW and a cosine schedule; returns accuracy on a held-out tenth.
 
     Args:
-        x: uint8 images [n, c, h, w].
-        y: labels [n].
+        x: uint8 images [n, c, h, w], or tokens [n, t].
+        y: labels [n], or the tokens that follow each [n, t].
 
     Raises `ContextError` if the result is not clearly better than chance.
     """
@@ -139,12 +149,13 @@ def pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig,
         torch.set_num_threads(threads)
 
 
-def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig, note: Note) -> float:
+def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: OwnBase, note: Note) -> float:
     order = Stream(config.seed, "pretrain", "held-out").permutation(len(y))
     held_out, own = order[: len(y) // 10], order[len(y) // 10 :]
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=1e-4)
-    steps = config.epochs * ceil(len(own) / BATCH)
+    size = BLOCKS if isinstance(config, GptConfig) else BATCH
+    steps = config.epochs * ceil(len(own) / size)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * (1 + cos(pi * step / steps)) / 2
     )
@@ -155,29 +166,37 @@ def _pretrain(model: nn.Module, x: np.ndarray, y: np.ndarray, config: BaseConfig
         if epoch % every == 0:
             note(f"training the base, epoch {epoch + 1} of {config.epochs}")
         shuffled = own[Stream(config.seed, "pretrain", f"epoch/{epoch}").permutation(len(own))]
-        for start in range(0, len(own), BATCH):
-            items = shuffled[start : start + BATCH]
-            images = _scaled(x[items])
-            if config.augment:
-                images = augmented(images, generator)
-            loss = F.cross_entropy(model(images.to(device)), torch.from_numpy(y[items]).to(device))
+        for start in range(0, len(own), size):
+            items = shuffled[start : start + size]
+            answers = torch.from_numpy(y[items]).to(device).long().flatten()
+            loss = F.cross_entropy(model(_inputs(x[items], config, generator).to(device)).flatten(0, -2), answers)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             schedule.step()
     model.eval()
     with torch.no_grad():
-        parts = (_scaled(x[held_out[i : i + 256]]).to(device) for i in range(0, len(held_out), 256))
-        guesses = torch.cat([model(part).argmax(1).cpu() for part in parts])
+        parts = (_inputs(x[held_out[i : i + 256]], config).to(device) for i in range(0, len(held_out), 256))
+        guesses = torch.cat([model(part).argmax(-1).cpu() for part in parts])
     accuracy = float((guesses == torch.from_numpy(y[held_out])).double().mean())
-    chance = 1 / (int(y.max()) + 1)
-    if accuracy < min(2 * chance, (1 + chance) / 2):
+    # Tokens are not equally frequent, as classes of images are: always the commonest is right more often than 1 in all.
+    tokens = y.ndim > 1
+    chance = float(np.bincount(y.ravel()).max() / y.size) if tokens else 1 / (int(y.max()) + 1)
+    if accuracy < min((1.5 if tokens else 2) * chance, (1 + chance) / 2):
         raise ContextError(
             f"pre-training ended at {accuracy:.1%} on held-out items, where chance is {chance:.1%}",
             where="base",
             remedy="Lower base.lr or raise base.epochs.",
         )
     return accuracy
+
+
+def _inputs(x: np.ndarray, config: OwnBase, generator: torch.Generator | None = None) -> Tensor:
+    """What the network is given: tokens as they are; pixels from 0 to 1, augmented where there is a generator."""
+    if isinstance(config, GptConfig):
+        return torch.from_numpy(x).long()
+    images = _scaled(x)
+    return augmented(images, generator) if generator is not None and config.augment else images
 
 
 def _scaled(images: np.ndarray) -> Tensor:

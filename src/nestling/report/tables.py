@@ -165,7 +165,7 @@ def caption_of(results: Sequence[Result]) -> str:
     chance = (
         "about 0"
         if needles
-        else ", ".join(f"{100 / n:.3g} %" for n in sorted({result.classes for result in results if result.classes}))
+        else ", ".join(f"{100 * share:.3g} %" for share in sorted({_chance(r) for r in results if r.classes}))
     )
     items_of = {"test": "test", "validation": "validation"}
     kinds = sorted({items_of.get(result.evaluated_on, "other") for result in results})
@@ -185,9 +185,23 @@ def caption_of(results: Sequence[Result]) -> str:
         "less: how many times smaller the payload up is than all weights of the model as float32"
         if any(row.factor for row in rows)
         else "",
+        _perplexities(results),
         *(privacy_of(result) for result in results if result.epsilon is not None),
     ]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+def _chance(result: Result) -> float:
+    return 1 / result.classes if result.chance is None else result.chance
+
+
+def _perplexities(results: Sequence[Result]) -> str:
+    """Perplexity by method, mean over seeds, and of the frozen base; empty where no run has one."""
+    known = [result for result in results if result.perplexity is not None]
+    entries = [("frozen base", [r.perplexity_base for r in known if r.perplexity_base is not None])]
+    entries += [(label, [r.perplexity for r in group if r.perplexity]) for label, group in by_method(known).items()]
+    means = [f"{label} {fmean(values):.3f}" for label, values in entries if values]
+    return f"perplexity of a byte: {'; '.join(means)}" if known else ""
 
 
 def privacy_of(result: Result) -> str:

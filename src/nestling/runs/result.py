@@ -13,7 +13,8 @@ SCHEMA = 1
 _OF_LANGUAGE = ("recalls", "gains", "drops")
 _PERSONAL = ("accuracy_personal", "accuracy_personal_global")
 _PRIVATE = ("epsilon", "delta", "sampling_rate")
-_LEFT_OUT = (*_OF_LANGUAGE, *_PERSONAL, *_PRIVATE, "settings", "riders")  # where there is nothing to say
+_OF_TEXT = ("chance", "perplexity", "perplexity_base")
+_LEFT_OUT = (*_OF_LANGUAGE, *_PERSONAL, *_PRIVATE, *_OF_TEXT, "settings", "riders")  # where there is nothing to say
 _RECALL = {
     "client": int, "template": str, "items": int, "exact": int, "chosen": int, "by_depth": dict, "hits": str,
     "choices": str,
@@ -22,7 +23,7 @@ _RIDER = {"rounds", "zero", "small", "echo"}
 _NOT_NEGATIVE = (
     "seed", "rounds", "clients", "test_items", "classes", "trainable_parameters", "payload_bytes_up",
     "payload_bytes_down", "bytes_up", "bytes_down", "seconds", "seconds_references",
-    "model_parameters", "epsilon", "delta",
+    "model_parameters", "epsilon", "delta", "perplexity", "perplexity_base",
 )  # fmt: skip
 
 
@@ -31,7 +32,9 @@ class Result:
     """What one run came to, as in `result.json`. Accuracies lie in 0 … 1 and are of the last round, on `test_items`.
 
     The three reference accuracies and `seconds_references` are None if references were skipped; `payload_bytes_*` are
-    of one client's message in one round, `bytes_*` of all messages of the run, headers included; chance is 1 / classes.
+    of one client's message in one round, `bytes_*` of all messages of the run, headers included; chance is 1 / classes,
+    or `chance` where a text's bytes, and not items, are counted: the accuracy of always answering with the commonest.
+    `perplexity` is exp of the mean loss of such a byte, and `perplexity_base` the frozen base's.
     `model_parameters` counts all weights of the model, so that a table can say how much less is sent; None if unknown.
     `evaluated_on` is "test", or "validation" while settings are being chosen. `settings` is a short digest of all
     settings but seed, name and machine, by which a table knows the seeds of one row; empty where a run wrote none.
@@ -93,6 +96,9 @@ class Result:
     delta: float | None = None
     sampling_rate: float | None = None
     riders: Mapping[str, dict[str, int]] = field(default_factory=dict)
+    chance: float | None = None
+    perplexity: float | None = None
+    perplexity_base: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the schema's version; an optional number that is not finite becomes None."""
@@ -106,7 +112,9 @@ class Result:
             cause = f"has schema {printable(repr(values.get('schema')))[:40]}, this version reads {SCHEMA}"
             raise WireError("schema", cause, where=where)
         given: dict[str, Any] = (
-            {key: {} for key in _OF_LANGUAGE} | dict.fromkeys(_PERSONAL + _PRIVATE) | {"settings": "", "riders": {}}
+            {key: {} for key in (*_OF_LANGUAGE, "riders")}
+            | dict.fromkeys(_PERSONAL + _PRIVATE + _OF_TEXT)
+            | {"settings": ""}
         )
         given |= {key: value for key, value in values.items() if key != "schema"}
         expected = {f.name: f.type for f in fields(cls)}
@@ -143,7 +151,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         raise WireError("fields", f"has an unusable value for {name}", where=where)
     else:
         raise WireError("fields", f"has an unusable value for {name}", where=where)
-    share = name.startswith("accuracy") or name == "sampling_rate"
+    share = name.startswith("accuracy") or name in ("sampling_rate", "chance")
     if (name in _NOT_NEGATIVE and not 0 <= number < 2**64) or (share and not 0 <= number <= 1):
         raise WireError("fields", f"has {name} = {number}, which cannot be", where=where)
     return value
