@@ -1,5 +1,5 @@
-"""The tables of README.md, docs/RESULTS.md, CLAIMS.md and BENCHMARKS.md, written into the pages out of benchmarks/results/*.json
-and of what `nestling plan` counts.
+"""The tables of README.md and of RESULTS.md, CLAIMS.md and BENCHMARKS.md in docs/, written out of what lies in
+benchmarks/results and of what `nestling plan` counts.
 
     python benchmarks/documents.py [--check]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nestling.config.schema import ServerConfig
 from nestling.core.errors import ConfigError
-from nestling.tasks.partition import dirichlet_shares, iid_shares
+from nestling.tasks.partition import dirichlet_shares, group_shares, iid_shares
 
 LABELS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(np.array)
 SEEDS = st.integers(0, 2**64 - 1)
@@ -39,6 +39,18 @@ def test_equal_shares_hold_every_item_once_and_differ_by_one_at_most(count, clie
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@given(LABELS, st.integers(1, 6), SEEDS)
+def test_groups_stay_whole_and_no_client_is_ahead_by_more_than_one_group(groups, clients, seed) -> None:
+    shares = group_shares(groups, clients=clients, seed=seed)
+    assert len(shares) == clients
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(groups)))
+    owned = [set(groups[share].tolist()) for share in shares]
+    assert sum(map(len, owned)) == len(set(groups.tolist()))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= np.bincount(groups).max()
+    assert same(group_shares(groups, clients=clients, seed=seed), shares)
 
 
 def test_a_seed_decides() -> None:
