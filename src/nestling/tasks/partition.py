@@ -57,7 +57,7 @@ def group_shares(groups: Int[np.ndarray, " n"], *, clients: int, seed: int) -> l
         seed: of the run.
 
     >>> [s.tolist() for s in group_shares(np.array([0, 0, 0, 1, 2, 2]), clients=2, seed=0)]
-    [[0, 1, 2], [3, 4, 5]]
+    [[4, 5], [0, 1, 2, 3]]
     """
     names, sizes = np.unique(groups, return_counts=True)
     holder, held = np.zeros(len(names), np.int64), np.zeros(clients, np.int64)
