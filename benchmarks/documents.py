@@ -175,24 +175,37 @@ def memory_ablations() -> str:
 
 
 def lengths() -> str:
-    """Recall by length of the text, and what the memory adds."""
+    """Recall by length of the text, and what the memory adds to the window and has before full attention."""
     rows = []
     saved = read("recall", "python benchmarks/recall.py --memory RUN --json")["rows"]
     for length in saved["memory"]:
-        on, off = (
-            {key: [hit for client in saved[row][length] for hit in client[key]] for key in ("hits", "choices")}
-            for row in ("memory", "window alone")
-        )
-        gains = dict.fromkeys(saved, ("", ""))
-        gains["memory"] = tuple(points(*paired_difference(on[key], off[key])) for key in ("hits", "choices"))
-        for row, by_length in saved.items():
-            clients = by_length[length]
-            items = sum(client["items"] for client in clients)
-            shares = (f"{100 * sum(c[key] for c in clients) / items:.1f}" for key in ("exact", "chosen"))
-            loss = sum(c["loss"] * c["items"] for c in clients) / items
-            rows.append((f"{int(length):,}", row, str(items), *shares, f"{loss:.2f}", *gains[row]))
-    head = ("tokens", "read by", "items", "exact % ↑", "of four % ↑", "loss ↓")
-    return lines((*head, "memory − window: exact points", "of four"), rows)
+        hits = {row: {key: every(saved[row][length], key) for key in ("hits", "choices")} for row in saved}
+        for row in saved:
+            mine = hits[row]
+            items, losses = len(mine["hits"]), (c["loss"] * c["items"] for c in saved[row][length])
+            shares = (f"{100 * sum(mine[key]) / items:.1f}" for key in mine)
+            gains = [
+                points(*paired_difference(mine[key], hits[other][key])) if row == "memory" else ""
+                for other in ("window alone", "full attention")
+                for key in mine
+            ]
+            rows.append((f"{int(length):,}", row, str(items), *shares, f"{sum(losses) / items:.2f}", *gains))
+    head = (
+        "tokens",
+        "read by",
+        "items",
+        "exact % ↑",
+        "of four % ↑",
+        "loss ↓",
+        "memory − window: exact points",
+        "of four",
+    )
+    return lines((*head, "memory − full attention: exact points", "of four"), rows)
+
+
+def every(clients: list[dict[str, Any]], key: str) -> list[bool]:
+    """The hits of all clients in one list."""
+    return [hit for client in clients for hit in client[key]]
 
 
 def stream(name: str) -> str:
