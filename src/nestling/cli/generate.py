@@ -11,24 +11,20 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from os.path import isfile  # unlike Path.is_file, False for a name too long for the system
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from nestling.cli.places import Place, place_of
 from nestling.config.checks import at_least, is_count, is_seed, is_text
-from nestling.config.load import parse_config
-from nestling.config.schema import LanguageConfig
 from nestling.core.errors import ConfigError
-from nestling.runs.files import printable, read_file
+from nestling.runs.files import printable
 
 if TYPE_CHECKING:
     from nestling.inference.stream import Session
 
 BYTES = 1 << 16
 """Read at a time, and fed once so many characters have come."""
-LARGEST_CONFIG = 1 << 20
 _GAP, _SPACE = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])"), re.compile(r"\s+")
 
 
@@ -63,10 +59,10 @@ def generate(args: Sequence[str]) -> int:
     """`nestling generate [RUN]`: writes the generated text, and nothing else, to the standard output."""
     command = tyro.cli(tyro.conf.FlagCreatePairsOff[Generate], args=list(args), prog="nestling generate")
     _check(command)
-    adapter, name, dtype = _places(command)
+    place = place_of(command.run, model=command.model, dtype=command.dtype)
     from nestling.inference.stream import Session  # torch is imported here, after the settings have been read
 
-    model, tokenizer = _load(command, adapter, name, dtype)
+    model, tokenizer = _load(command, place)
     with Session(model, tokenizer) as session:
         began = time.perf_counter()
         for chunk in _chunks(sys.stdin.buffer) if command.stdin else ():
@@ -99,42 +95,16 @@ def _check(command: Generate) -> None:
     is_text("--model", command.model)
 
 
-def _places(command: Generate) -> tuple[Path | None, str, str]:
-    """The adapter's folder, the model's name, and the type of its weights."""
-    name, dtype = command.model, command.dtype
-    path = Path(command.run) if command.run else None
-    if path is None or isfile(path / "adapter.json"):
-        adapter, run = path, path.resolve().parent if path and path.resolve().name == "adapter" else None
-    elif isfile(path / "config.toml"):
-        adapter, run = path / "adapter", path
-    else:
-        raise ConfigError(
-            "is neither a run's folder nor an adapter's",
-            where=printable(str(path)),
-            remedy="See 'nestling ls' for the runs.",
-        )
-    if run is not None and isfile(run / "config.toml"):
-        file = run / "config.toml"
-        text = read_file(file, LARGEST_CONFIG).decode("utf-8", "replace")
-        base = parse_config(text, where=printable(str(file))).base
-        if not isinstance(base, LanguageConfig):
-            raise ConfigError(
-                "was a run over images: its model reads no text", where=printable(str(run)), remedy="Give another run."
-            )
-        name, dtype = name or base.model, dtype or base.dtype
-    return adapter, name or "smollm2-135m", dtype or "bfloat16"
-
-
-def _load(command: Generate, adapter: Path | None, name: str, dtype: str) -> tuple[Any, Any]:
+def _load(command: Generate, place: Place) -> tuple[Any, Any]:
     from nestling.adapters.store import from_pretrained
     from nestling.build import check_device
     from nestling.models.language import load_language_model
     from nestling.models.window import reader_of, use_window
 
     check_device(command.device)
-    model, tokenizer = load_language_model(name, dtype=dtype, device=command.device)
-    if adapter is not None:
-        from_pretrained(model, adapter)
+    model, tokenizer = load_language_model(place.model, dtype=place.dtype, device=command.device)
+    if place.adapter is not None:
+        from_pretrained(model, place.adapter)
     if command.window and reader_of(model) is not None:
         raise ConfigError("the adapter brings its own window", where="--window", remedy="Leave it out.")
     if command.window:
