@@ -193,6 +193,18 @@ def test_the_file_inside_an_installed_package_is_found_without_importing_it(
     assert pip.calls == 0
 
 
+def test_a_member_deeper_in_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    member = tmp_path / "site" / "tiny_thing" / "deep" / "model.gguf"
+    member.parent.mkdir(parents=True)
+    (member.parents[1] / "__init__.py").write_text("raise RuntimeError('imported')")
+    member.write_bytes(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    archive = wheel({"tiny_thing/deep/model.gguf": MODEL})
+    pip = offered(monkeypatch, small(archive, "t.whl", r"tiny_thing/deep/model\.gguf", MODEL), archive)
+    assert fetch("x") == member
+    assert pip.calls == 0
+
+
 def test_a_module_that_is_no_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assets, "find_spec", lambda name: ModuleSpec(name, None))
     assert find("smollm2-135m") is None

@@ -125,7 +125,9 @@ def find(name: str) -> Path | None:
     places = [cached(name)]
     spec = find_spec(asset.package.replace("-", "_"))  # does not import it: that would need its dependencies
     if spec is not None and spec.submodule_search_locations:
-        places += [Path(place) / asset.file for place in spec.submodule_search_locations]
+        inside = re.sub(r"\\(.)", r"\1", asset.members)  # where a wheel puts a member that is named in full
+        for place in spec.submodule_search_locations:
+            places += [Path(place) / asset.file, Path(place).parent / inside]
     return next((path for path in places if isfile(path) and path.stat().st_size == asset.bytes), None)
 
 
