@@ -6,7 +6,7 @@ FUZZ_SECONDS ?= 600
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
 
-.PHONY: demo memory test test-flower test-gpu lint fuzz bench bench-language results clean help
+.PHONY: demo memory test test-flower test-eval test-gpu lint fuzz bench bench-language results clean help
 
 help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
@@ -14,6 +14,7 @@ help:
 	@echo "make test     lint, types, imports and the whole test suite"
 	@echo "make test-flower  a real federation over Flower on this machine, minutes"
 	@echo "make test-gpu on a machine with a CUDA device: kernels, short runs, and a table of throughput"
+	@echo "make test-eval  what needs lm-evaluation-harness, minutes"
 	@echo "make lint     lint, types and imports only"
 	@echo "make fuzz     coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS=600"
 	@echo "make bench    the benchmarks: sign map, training step, averaging identity, delta rule, decoding"
@@ -47,6 +48,10 @@ test-gpu: .venv/ready
 	$(BIN)/pytest tests/kernels tests/test_devices.py
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/throughput.py --device cuda:0
+
+test-eval: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[eval]'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/inference/test_harness.py tests/cli/test_eval_command.py src/nestling/inference
 
 lint: .venv/ready
 	$(BIN)/ruff check

