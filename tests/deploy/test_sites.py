@@ -129,6 +129,21 @@ def test_a_site_that_never_has_enough_is_refused() -> None:
         gathered(Grid((50, never), (60, Site(1))), registered={0: 50, 1: 60})
 
 
+def test_cat_055_a_worker_killed_between_two_pieces_is_sent_them_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    site, killed = Site(1, has_base=False), list[int]()
+
+    def once(kind: str, body: bytes) -> bytes | Failure:
+        if kind == "base" and from_piece(body)[0] == 1 and not killed:
+            killed.append(1)
+            site.got = b""
+            return Failure("begun_anew", "the worker is younger than the hello")
+        return site(kind, body)
+
+    assert gathered(Grid((50, Site(0)), (60, once)), registered={0: 50, 1: 60}).nodes == {0: 50, 1: 60}
+    assert (killed, site.got) == ([1], BASE)
+
+
 @pytest.mark.parametrize("code", ["worker_died", "hung", "client_error", "busy"])
 def test_a_worker_that_dies_at_the_greeting_is_greeted_again_and_not_at_once(
     code: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 from small import config, images
 
 from nestling.build import Parts, build
@@ -27,6 +28,10 @@ from nestling.deploy.protocol import Hello, Ready, count_pieces, read, to_piece,
 from nestling.deploy.warm import Site, outcome
 from nestling.models.backbones import base_bytes, base_hash
 from nestling.models.resnet import make_resnet
+
+
+class Killed(BaseException):
+    """In the place of a signal that nothing can catch."""
 
 
 @cache
@@ -303,6 +308,144 @@ def test_a_call_that_hangs_is_ended_and_the_next_one_is_answered(monkeypatch: py
         assert time.monotonic() - began < proxy.GRACE, "it ended itself"
         assert proxy.call(folder, "hello", b"again") == b"again"
         proxy.kill(folder)
+
+
+DIES = """
+import fcntl, os, sys
+from multiprocessing.connection import Listener
+from pathlib import Path
+from nestling.deploy.proxy import ALIVE, KEY, SOCKET, frame, unframe
+site = Path(sys.argv[1])
+alive = os.open(site / ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(alive, fcntl.LOCK_EX)
+(site / KEY).write_bytes(b"k" * 32)
+(site / SOCKET).unlink(missing_ok=True)
+with Listener(str(site / SOCKET), "AF_UNIX", authkey=b"k" * 32) as listener:
+    while True:
+        with listener.accept() as connection:
+            body = unframe(connection.recv_bytes())[1]
+            with (site / "times").open("ab") as file:
+                file.write(b"x")
+            if os.stat(site / "times").st_size <= int(body):
+                os.kill(os.getpid(), 9)
+            connection.send_bytes(frame({}, b"done"))
+"""
+"""A worker without torch that is killed the first times it is asked."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list["subprocess.Popen[bytes]"]]]:
+    """A site with such a worker, and the workers that were started."""
+    started = list["subprocess.Popen[bytes]"]()
+
+    def start(site: Path) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen([sys.executable, "-c", DIES, str(site)]))
+        return started[-1]
+
+    monkeypatch.setattr(proxy, "_start", start)
+    with TemporaryDirectory(prefix="nestling-") as short:
+        yield settle(Path(short) / "s", limit=600.0), started
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("kills", [0, 1, 2, 3])
+def test_cat_055_a_worker_killed_at_work_is_started_anew_and_asked_again(
+    kills: int, dying: tuple[Path, list["subprocess.Popen[bytes]"]]
+) -> None:
+    folder, started = dying
+    answer = proxy.call(folder, "round", str(kills).encode())
+    if kills < proxy.TRIES:
+        assert answer == b"done"
+    else:
+        assert isinstance(answer, Failure)
+        assert answer.code == "worker_died"
+    tries = min(kills + 1, proxy.TRIES)
+    assert (folder / "times").stat().st_size == len(started) == tries
+
+
+def test_cat_055_a_worker_killed_before_it_listens_is_started_anew(
+    dying: tuple[Path, list["subprocess.Popen[bytes]"]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder, started), real = dying, proxy._start
+    ended = list[int]()
+
+    def start(site: Path) -> "subprocess.Popen[bytes]":
+        if len(ended) == proxy.TRIES - 1:
+            return real(site)
+        ended.append(0)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(proxy, "_start", start)
+    assert proxy.call(folder, "round", b"0") == b"done"
+    assert (len(ended), len(started)) == (proxy.TRIES - 1, 1)
+
+
+def test_cat_055_a_worker_killed_between_two_pieces_of_a_base_asks_for_the_hello_again(tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="younger than the hello") as raised:
+        Site(settle(tmp_path)).answer("base", to_piece(parts()[2], 0))
+    assert raised.value.code == "begun_anew"  # one of those of `deploy/sites.py` that are tried again
+
+
+def test_cat_055_what_a_killed_worker_left_half_written_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    places = [settle(tmp_path), tmp_path / "bases", tmp_path / "kept" / run_name(0)]
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / ".round-0000000001.safetensors.tmp.0123456789abcdef").write_bytes(b"ha")
+        (place / "whole").touch()
+    warm._sweep(tmp_path)
+    assert not list(tmp_path.rglob(".*"))
+    assert len(list(tmp_path.rglob("whole"))) == len(places)
+    assert (tmp_path / "site.json").is_file()
+
+
+@pytest.mark.parametrize("instant", range(1, 7))
+def test_cat_055_a_round_killed_at_any_of_its_writes_is_done_again_to_the_bit(
+    instant: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at each rename and each deletion in turn, once before it and once after; then a new process."""
+    _, here, base = parts("ssi")
+    site, messages = Site(settle(tmp_path)), [here.server.broadcast(n) for n in range(6)]
+    meet(site, hello("ssi"), base)
+    expected = [site.answer("round", messages[number]) for number in range(1, 5)]
+    before = {path.name: path.read_bytes() for path in (tmp_path / "kept" / run_name(0)).iterdir()}
+    calls = list[str]()
+
+    def killed(real: Callable) -> Callable:
+        def call(*args: object, **named: object) -> object:
+            calls.append("")
+            if len(calls) == instant:
+                raise Killed
+            done = real(*args, **named)
+            calls.append("")
+            if len(calls) == instant:
+                raise Killed
+            return done
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed(os.replace))
+        patched.setattr(os, "unlink", killed(os.unlink))
+        patched.setattr(Path, "unlink", killed(Path.unlink))
+        with pytest.raises(Killed):
+            site.answer("round", messages[5])
+    for path in (tmp_path / "kept" / run_name(0)).iterdir():  # each file is an old one, or whole
+        if not path.name.startswith("."):
+            assert path.read_bytes() == before.get(path.name, path.read_bytes())
+            load(path.read_bytes())
+    again = Site(tmp_path).answer("round", messages[5])
+    other = settle(tmp_path / "peace")
+    peace = Site(other)
+    meet(peace, hello("ssi"), base)
+    assert [peace.answer("round", messages[n]) for n in range(1, 6)] == [*expected, again]
+    names = [path.name for path in sorted((tmp_path / "kept" / run_name(0)).iterdir())]
+    assert names == [path.name for path in sorted((other / "kept" / run_name(0)).iterdir())]
+    for name in names:
+        assert (tmp_path / "kept" / run_name(0) / name).read_bytes() == (
+            other / "kept" / run_name(0) / name
+        ).read_bytes()
 
 
 def test_a_worker_that_is_busy_is_waited_for_and_if_it_dies_another_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 Flower starts a process for every message; this is all that such a process does. It imports no torch, starts the worker
 if there is none, and waits no longer than the site's limit: a worker that hangs ends itself (`warm.py`), or is killed.
+One that dies, of whatever kills it, is started anew and asked the same again, which gives the same: what a client keeps
+is replaced as a whole, under the number of the round, and a round begins with what was kept before that number.
 """
 
 import fcntl
@@ -28,29 +30,34 @@ GRACE = 30.0
 START = 300.0
 """Seconds in which a worker has to listen; importing torch takes most of them on a busy machine. One that is still at
 work on a call whose caller is gone is waited for as long."""
+TRIES = 3
+"""How often a call is made whose worker dies: what kills it each time, memory that runs out say, is not waited out."""
 STOP = "stop"
 
 
 def call(site: Path, kind: str, body: bytes) -> bytes | Failure:
-    """The worker's answer to one message. A worker that hangs, dies or cannot be started is a `Failure`."""
-    settings = read_settings(SiteSettings, site)
-    connection = _connected(site)
-    if isinstance(connection, Failure):
-        return connection
-    began = time.monotonic()
-    try:
-        connection.send_bytes(frame({"kind": kind}, body))
-        if not connection.poll(settings.limit + GRACE):
-            kill(site)
-            return Failure("hung", f"did not end within {settings.limit:g} s")
-        head, answer = unframe(connection.recv_bytes())
-    except (OSError, EOFError):
-        if time.monotonic() - began >= settings.limit:
-            return Failure("hung", f"did not end within {settings.limit:g} s")
-        return Failure("worker_died", "the worker ended while it was at work; see worker.log at the site")
-    finally:
-        connection.close()
-    return Failure(str(head["code"]), str(head["detail"])) if "code" in head else answer
+    """The worker's answer to one message. A worker that hangs, dies again and again, or cannot be started is a
+    `Failure`; all tries together take no longer than one may."""
+    limit, worked = read_settings(SiteSettings, site).limit, 0.0
+    for _ in range(TRIES):
+        connection = _connected(site)
+        if isinstance(connection, Failure):
+            return connection
+        began = time.monotonic()
+        try:
+            connection.send_bytes(frame({"kind": kind}, body))
+            if not connection.poll(limit - worked + GRACE):
+                kill(site)
+                return Failure("hung", f"did not end within {limit:g} s")
+            head, answer = unframe(connection.recv_bytes())
+            return Failure(str(head["code"]), str(head["detail"])) if "code" in head else answer
+        except (OSError, EOFError):
+            worked += time.monotonic() - began
+            if worked >= limit:
+                return Failure("hung", f"did not end within {limit:g} s")
+        finally:
+            connection.close()
+    return Failure("worker_died", f"the worker ended {TRIES} times while it was at work; see worker.log at the site")
 
 
 def frame(head: dict[str, str], body: bytes) -> bytes:
@@ -96,16 +103,19 @@ def kill(site: Path) -> None:
 def _connected(site: Path) -> Connection | Failure:
     with _one_at_a_time(site):
         started: subprocess.Popen[bytes] | None = None
+        starts = 0
         until = time.monotonic() + START
         while time.monotonic() < until:
             with suppress(OSError, EOFError, AuthenticationError):
                 return _shaken(site, until - time.monotonic())
             if started is None and not is_alive(site):
-                started, until = _start(site), time.monotonic() + START
+                started, until, starts = _start(site), time.monotonic() + START, starts + 1
             if started is not None and started.poll() is not None and not is_alive(site):
-                return Failure("worker_died", "the worker could not be started; see worker.log at the site")
+                if starts == TRIES:
+                    return Failure("worker_died", "the worker could not be started; see worker.log at the site")
+                started = None  # killed before it could listen
             time.sleep(0.05)
-    if started is None:
+    if not starts:
         return Failure("busy", "the worker is still at work on an earlier message")
     return Failure("worker_died", f"the worker did not listen within {START:g} s")
 

@@ -5,7 +5,9 @@
 The server decides what is trained, and nothing else: data, device and limits are the site's own; settings are read as
 strictly as a user's; a language model is one that the user named or that is packaged; and a base other than the one
 that was met first is refused until the user says so. What the client keeps between rounds never leaves the folder.
-A call that hangs is ended by a timer of the interpreter's own, with the process, and the next one starts it anew.
+A call that hangs is ended by a timer of the interpreter's own, with the process, and the next one starts it anew. A
+process that is killed leaves whole files: the old or the new, and half written ones under names that nothing reads and
+the next process deletes.
 """
 
 import contextlib
@@ -110,7 +112,9 @@ class Site:
     def _take(self, number: int, piece: bytes) -> Ready:
         """One piece of the base; the last one completes it."""
         hello = self._hello
-        if hello is None or number != self._next or number >= hello.pieces or number * PIECE >= LARGEST_BASE:
+        if hello is None:
+            raise WireError("begun_anew", "the worker is younger than the hello", where="site")
+        if number != self._next or number >= hello.pieces or number * PIECE >= LARGEST_BASE:
             raise WireError("base", f"piece {number} comes out of turn", where="site")
         path = self._base(hello.base).with_suffix(".part")
         make_private(path.parent)
@@ -285,6 +289,7 @@ def serve(folder: Path) -> None:
         return  # another worker is at work
     os.ftruncate(alive, 0)
     os.pwrite(alive, str(os.getpid()).encode(), 0)
+    _sweep(folder)
     key = token_bytes(32)
     write_private(folder / KEY, key)
     (folder / SOCKET).unlink(missing_ok=True)
@@ -320,6 +325,13 @@ def serve(folder: Path) -> None:
                         connection.send_bytes(frame({}, answer))
                 finally:
                     faulthandler.cancel_dump_traceback_later()
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what a killed process left half written; nobody else writes here while this one holds the lock."""
+    for place in (folder, folder / BASES, *folder.glob(f"{KEPT}/*")):
+        for leftover in place.glob(".*.tmp.*"):
+            leftover.unlink(missing_ok=True)
 
 
 def _idle(*_: object) -> None:
