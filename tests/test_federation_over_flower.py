@@ -24,8 +24,9 @@ pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
 from nestling.api import run
 from nestling.config.load import parse_config
-from nestling.runs.folder import list_runs
+from nestling.runs.folder import list_runs, read_status
 from nestling.runs.recorder import read_result, read_rows
+from nestling.runs.result import Result
 
 pytestmark = pytest.mark.flower
 
@@ -58,12 +59,29 @@ class Federation:
             )  # fmt: skip
         return self.processes[name]
 
+    def serve(self) -> None:
+        """Start the server, for the first time or again, and wait until it answers."""
+        begun = self.log("serve").count("Uvicorn running")
+        line = ("--dir", "fed", "--port", str(self.port), "--data", str(images()), "--wait", str(PATIENCE))
+        self.start("serve", "serve", *line)
+        until(lambda: self.log("serve").count("Uvicorn running") > begun, "the server does not begin")
+
     def do(self, *args: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([NESTLING, *args], cwd=self.folder, capture_output=True, text=True)
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
         return path.read_text("utf-8", "replace") if path.is_file() else ""
+
+    def until_said(self, name: str, text: str) -> None:
+        """Wait until a command that is at work has said this."""
+
+        def said() -> bool:
+            ended = self.processes[name].poll()
+            assert text in self.log(name) or ended is None, self.log(name)
+            return text in self.log(name)
+
+        until(said, f"{name} does not say {text}", seconds=2 * PATIENCE)
 
     def join(self, number: int, *, key: str = "") -> "subprocess.Popen[bytes]":
         key = key or f"keys/{number}"
@@ -74,7 +92,7 @@ class Federation:
 
     def submit(self, name: str, config: str, *more: str) -> "subprocess.Popen[bytes]":
         server = ("--server", f"127.0.0.1:{self.port}", "--ca", "fed/certificates/ca.crt")
-        return self.start(name, "submit", config, *server, *more)
+        return self.start(name, "submit", *config.split(), *server, *more)
 
     def end(self, name: str, number: int = signal.SIGTERM) -> None:
         """Signal a command and all that it has started, the worker of a site included."""
@@ -86,6 +104,24 @@ class Federation:
         _signal_group(process.pid, number)
         process.wait(60)
         _signal_group(process.pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, nearest first."""
+    parents = dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _signal(pid: int, number: int) -> None:
@@ -108,13 +144,10 @@ def federation() -> Iterator[Federation]:
         text = toml("ignored", data=Path("elsewhere")).replace("rounds = 2", "rounds = 3")
         (made.folder / "job.toml").write_text(text)
         (made.folder / "long.toml").write_text(
-            text.replace("rounds = 3", "rounds = 6") + "\n[server]\nmin_replies = 2\ndeadline = 90\n"
+            text.replace("rounds = 3", "rounds = 6") + f"\n[server]\nmin_replies = 2\ndeadline = {PATIENCE * 3 / 8:g}\n"
         )
         try:
-            made.start(
-                "serve", "serve", "--dir", "fed", "--port", str(port), "--data", str(images()), "--wait", str(PATIENCE)
-            )
-            until(lambda: "Uvicorn running" in made.log("serve"), "the server does not begin")
+            made.serve()
             for number in (0, 1, 2, 3):
                 assert made.do("keys", "new", f"keys/{number}").returncode == 0
                 if number < 3:
@@ -142,6 +175,12 @@ def runs(federation: Federation) -> list[Path]:
     return [found.path for found in list_runs(folder)] if folder.is_dir() else []
 
 
+def in_peace(federation: Federation, config: str, out: Path) -> Result:
+    """The same run in this process."""
+    text = (federation.folder / config).read_text().replace('path = "elsewhere"', f'path = "{images()}"')
+    return run(parse_config(text.replace('out = "ignored"', f'out = "{out}"\nreferences = false')))
+
+
 def test_a_submitted_run_ends_in_the_state_of_one_in_process_to_the_bit(federation: Federation, tmp_path: Path) -> None:
     submitted = federation.submit("submit", "job.toml", "--json")
     assert submitted.wait(2 * PATIENCE) == 0, federation.log("submit") + federation.log("serve")[-3000:]
@@ -150,9 +189,7 @@ def test_a_submitted_run_ends_in_the_state_of_one_in_process_to_the_bit(federati
     (folder,) = runs(federation)
     there = read_result(folder)
     assert there.to_dict()["state_digest"] in said
-    text = (federation.folder / "job.toml").read_text().replace('path = "elsewhere"', f'path = "{images()}"')
-    settings = parse_config(text.replace('out = "ignored"', f'out = "{tmp_path}"\nreferences = false'))
-    here = run(settings)
+    here = in_peace(federation, "job.toml", tmp_path)
     assert there.base_hash == here.base_hash
     assert there.state_digest == here.state_digest
     assert (there.bytes_up, there.bytes_down, there.accuracy) == (here.bytes_up, here.bytes_down, here.accuracy)
@@ -199,6 +236,37 @@ def test_no_code_of_a_bundle_is_run_anywhere(federation: Federation) -> None:
     assert not place.exists()
 
 
+KEEPS = '[codec]\nkind = "topk"\nshare = 0.2\nfeedback = true\n\n[server]\nrule = "nesterov"\nlr = 0.7\n'
+
+
+def test_cat_054_a_server_killed_in_mid_run_and_started_again_goes_on_to_the_same_bits(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """Flower's server is killed; what it had started notices and ends, and the sites find the new one by themselves.
+    The server's rule has a memory, and each site what its client keeps: error feedback."""
+    text = (federation.folder / "job.toml").read_text().replace("rounds = 3", "rounds = 5")
+    (federation.folder / "cut.toml").write_text(f"{text}\n{KEEPS}")
+    cut = federation.submit("cut", "cut.toml")
+    federation.until_said("cut", "round=2/5")
+    server = federation.processes["serve"]
+    started = descendants(server.pid)
+    _signal(started[0], signal.SIGKILL)
+    assert server.wait(PATIENCE) != 0
+    until(lambda: not any(map(alive, started)), "what the server had started lives on")
+    assert cut.wait(PATIENCE) != 0  # whoever has submitted is told
+    folder = runs(federation)[-1]
+    assert read_status(folder) != "done"
+    federation.serve()
+    resumed = federation.submit("resumed", f"--resume {folder.name}", "--json")
+    assert resumed.wait(3 * PATIENCE) == 0, federation.log("resumed") + federation.log("serve")[-3000:]
+    there, here = read_result(folder), in_peace(federation, "cut.toml", tmp_path)
+    assert there.rejected == {}
+    assert [row["round"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert there.state_digest == here.state_digest
+    assert (there.bytes_up, there.bytes_down, there.accuracy) == (here.bytes_up, here.bytes_down, here.accuracy)
+    assert (folder / "bytes.jsonl").read_text() == (Path(here.run_dir) / "bytes.jsonl").read_text()
+
+
 def test_a_site_that_is_killed_costs_its_own_replies_and_the_run_goes_on(federation: Federation) -> None:
     submitted = federation.submit("long", "long.toml")
     until(lambda: "round=1/6" in federation.log("long"), "the first round does not end")
@@ -209,3 +277,32 @@ def test_a_site_that_is_killed_costs_its_own_replies_and_the_run_goes_on(federat
     assert rows[0]["accepted"] == 3
     assert rows[-1]["accepted"] == 2
     assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy", "client_error"}
+
+
+def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_goes_on(federation: Federation) -> None:
+    """First the site that was killed comes back, which the server lets it once it has missed two of its heartbeats."""
+    begun = federation.log("site2").count("SuperNode ID")
+    if federation.processes["site2"].poll() is not None:
+        end = time.monotonic() + PATIENCE
+        while federation.log("site2").count("SuperNode ID") == begun:
+            assert time.monotonic() < end, "a site that was killed does not come back"
+            if federation.processes["site2"].poll() is not None:
+                federation.join(2)
+            time.sleep(1)
+    submitted = federation.submit("revoked", "long.toml")
+    federation.until_said("revoked", "round=1/6")
+    revoked = federation.do("keys", "revoke", "--client", "2")
+    assert revoked.returncode == 0, revoked.stderr
+    assert submitted.wait(3 * PATIENCE) == 0, federation.log("revoked") + federation.log("serve")[-3000:]
+    rows = read_rows(runs(federation)[-1] / "metrics.jsonl")
+    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["accepted"] == 3
+    assert rows[-1]["accepted"] == 2
+    assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy"}
+    until(lambda: federation.processes["site2"].poll() is not None, "its site is not told")
+    begun = federation.log("site2").count("SuperNode ID")
+    again = federation.join(2)
+    until(lambda: again.poll() is not None, "it is let in again")
+    assert again.returncode != 0
+    assert federation.log("site2").count("SuperNode ID") == begun
+    assert len(federation.do("keys", "list").stdout.splitlines()) == 3  # a head and two clients
