@@ -19,13 +19,20 @@ from nestling.runs.recorder import read_result
 
 
 def test_a_run_learns_and_tells_what_its_accuracy_means(tmp_path, capsys) -> None:
+    letters = tmp_path / "letters"  # another text than the clients', so that there is something to learn
+    letters.mkdir()
+    lines = [f" \n = Letter {a} = \n \n" + f" one letter of them is {a} , a letter . \n" * 20 for a in "abcdefghijkl"]
+    for part in ("train", "valid", "test"):
+        (letters / f"wiki.{part}.raw").write_text("".join(lines), "utf-8")
     path = tmp_path / "text.toml"
-    path.write_text(text_toml(tmp_path / "runs"))
+    path.write_text(text_toml(tmp_path / "runs").replace("train_items = 20", "train_items = 0"))
     base = tmp_path / "base.safetensors"
-    assert main(["pretrain", str(path), "--out", str(base), "--json"]) == 0
+    of_base = ["--base.path", str(letters), "--base.epochs", "4"]
+    assert main(["pretrain", str(path), "--out", str(base), "--json", *of_base]) == 0
     provenance = json.loads(capsys.readouterr().out)["provenance"]
     assert provenance["base"]["kind"] == "tinygpt"
-    assert main(["run", str(path), "--json", "--base.weights", str(base), "--local.lr", "0.1"]) == 0
+    learning = ["--adapter.dim", "64", "--local.lr", "0.1", "--local.epochs", "2"]
+    assert main(["run", str(path), "--json", "--base.weights", str(base), *of_base, *learning]) == 0
     found = json.loads(capsys.readouterr().out)
     result = read_result(Path(found["run_dir"]))
     assert result.task == "WikiText-2, next byte"
@@ -34,11 +41,11 @@ def test_a_run_learns_and_tells_what_its_accuracy_means(tmp_path, capsys) -> Non
     assert result.chance is not None and result.perplexity is not None and result.perplexity_base is not None  # noqa: PT018
     assert result.chance > 5 / 256  # of the commonest byte, not of any
     assert result.accuracy_base is not None
-    assert result.accuracy_base > 1.5 * result.chance
-    assert result.perplexity < result.perplexity_base < 256
+    assert result.accuracy > result.accuracy_base + 0.1
+    assert result.perplexity < result.perplexity_base / 3
     assert result.averaging_error is not None
     assert result.averaging_error < 1e-5
-    assert result.payload_bytes_up == 4 * 4 * 8
+    assert result.payload_bytes_up == 4 * 4 * 64
     assert result.accuracy_local_only is not None
     report = (Path(result.run_dir) / "report.html").read_text("utf-8")
     assert f"chance is {100 * result.chance:.3g} %" in report

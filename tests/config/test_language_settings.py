@@ -154,7 +154,7 @@ def test_a_table_without_a_kind_is_of_the_usual_one() -> None:
 @pytest.mark.parametrize("table", ["task", "base", "adapter"])
 def test_an_unknown_kind_names_the_known_ones(table: str) -> None:
     adapters = "latent, full, memory, lora, mapping"
-    known = {"task": "images, needle, choices", "base": "resnet, language", "adapter": adapters}[table]
+    known = {"task": "images, text, needle, choices", "base": "resnet, tinygpt, language", "adapter": adapters}[table]
     for kind in ('"nedle"', "3", "[]"):
         with pytest.raises(ConfigError) as caught:
             parse_config(f"[{table}]\nkind = {kind}")
