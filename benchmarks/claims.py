@@ -15,7 +15,7 @@ from typing import Any
 
 from saved import Missing, lines, points, read, result
 
-from nestling.build import plan
+from nestling.counts import plan
 from nestling.report.intervals import interval
 from nestling.report.tables import human_bytes
 from nestling.runs.result import Result

@@ -26,6 +26,7 @@ from pareto import row_of
 from saved import Missing, lines, points, read, result
 
 from nestling.config.schema import LoraConfig, MemoryConfig
+from nestling.counts import Plan
 from nestling.report.intervals import interval
 from nestling.report.recalls import HEADINGS, recall_rows
 from nestling.report.tables import Row, accuracy_text, caption_of, human_bytes, rows_of, to_markdown
@@ -236,6 +237,38 @@ def bytes_of_shapes() -> str:
     return lines(("model", "what is sent", "numbers", "of them gates", "bits", "payload up", "a stream's memory"), rows)
 
 
+FLITE = (
+    ("CIFAR-100, ResNet-18", "flite-cifar100-resnet18"),
+    ("CIFAR-10, ResNet-18", "flite-cifar10-resnet18"),
+    ("Tiny ImageNet, ResNet-34", "flite-tiny-imagenet-resnet34"),
+    ("WikiText-2, TinyGPT", "flite-wikitext2-tinygpt"),
+    ("its stand-in, Shakespeare", "flite-shakespeare-tinygpt"),
+)
+
+
+def papers_flite() -> str:
+    """The FLITE paper's runs: each command, and what its plan says."""
+    rows = []
+    for table, preset in FLITE:
+        config = nestling.load_config(preset)
+        plan = nestling.plan(config)
+        up = [
+            f"{nestling.plan(replace(config, codec=replace(config.codec, bits=bits))).payload_bytes_up:,}"
+            for bits in (32, 8, 4)
+        ]
+        counted = (f"{plan.adapted_parameters:,}", f"{plan.payload_factor:,}", human_bytes(plan.total_wire_bytes))
+        numbers = f"{plan.trainable_parameters:,}"
+        rows.append((table, f"`nestling run {preset}`", numbers, *up, *counted, *held(plan)))
+    head = ("paper's table", "command", "numbers sent", "bytes up, float32", "int8", "int4", "weights they adapt")
+    return lines((*head, "times smaller", "whole run, float32", "steps", "memory"), rows)
+
+
+def held(plan: Plan) -> tuple[str, str]:
+    """Steps of all clients in the whole run, and what a client holds besides its activations."""
+    steps = "as the text is long" if plan.steps is None else f"{plan.steps:,}"
+    return steps, human_bytes(plan.weights_bytes + plan.training_bytes)
+
+
 def papers_fednl() -> str:
     """The FedNL paper's runs: each command, and what its plan says."""
     rows = []
@@ -258,19 +291,11 @@ def papers_fednl() -> str:
             )
         ]
         plan = planned(config, model)
-        held = sum(plan.stream_bytes.values()) if window else "grows"
+        stream = f"{sum(plan.stream_bytes.values()):,} B" if window else "grows"
         whole = human_bytes(plan.total_wire_bytes)
-        rows.append((f"`nestling run {preset}{flags}`", *up, whole, f"{held:,} B" if window else str(held)))
-    head = (
-        "command",
-        "rules",
-        "gates alone",
-        "latents of rules",
-        "FedAvg-LoRA",
-        "whole run, rules",
-        "held by a stream",
-    )
-    return lines(head, rows)
+        rows.append((f"`nestling run {preset}{flags}`", *up, whole, *held(plan), stream))
+    head = ("command", "rules", "gates alone", "latents of rules", "FedAvg-LoRA", "whole run, rules")
+    return lines((*head, "steps", "memory", "held by a stream"), rows)
 
 
 EARLIER = (("*with earlier addresses*", "needle_smollm2_address"),)
@@ -294,6 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-lengths": lengths,
     "stream": lambda: stream("streaming_address"),
     "shapes": bytes_of_shapes,
+    "papers-flite": papers_flite,
     "papers-fednl": papers_fednl,
     "claims": claims_table,
 }

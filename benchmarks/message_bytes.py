@@ -14,8 +14,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from nestling.build import Plan
 from nestling.config.schema import CodecConfig, LanguageConfig, MemoryConfig, RunConfig
+from nestling.counts import Plan
 
 SHAPES = {
     "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49_152),

@@ -39,7 +39,7 @@ from nestling.runs.recorder import Recorder, read_rows
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 PRESET = "flite-digits"
-STEPS = ("broadcast", "judge", "cut outliers", "average", "ledger", "record", "adapter file", "checkpoint")
+STEPS = ("broadcast", "judge", "measure", "cut outliers", "average", "ledger", "record", "adapter file", "checkpoint")
 
 
 class Timed:
@@ -67,14 +67,14 @@ def measure(rounds: int, repetitions: int, here: Path) -> dict[str, Any]:
     torch.set_num_threads(1)  # as in a run
     parts, tally, done = build(config), Tally(), None
     server, worker, engine = parts.server, parts.workers[0], Timed(parts.engine)
-    before, memory = server.state, dict(server.memory)
+    before, memory = server.state, server.kept()
     for done in run_rounds(
         server, engine, parts.task.clients(), lambda state: 0.5, rounds=rounds,
         per_round=config.server.clients_per_round, patience=config.server.patience, seed=config.seed,
     ):  # fmt: skip
         tally.add(done, seconds=engine.seconds)
         if done.number < rounds:
-            before, memory = server.state, dict(server.memory)
+            before, memory = server.state, server.kept()
     assert done is not None
     after, clock = server.state, time.perf_counter
     taken = np.empty((repetitions, len(STEPS)))
@@ -89,6 +89,8 @@ def measure(rounds: int, repetitions: int, here: Path) -> dict[str, Any]:
             at.append(clock())
             accepted, refused = server.judge(rounds, done.replies)
             at.append(clock())
+            measured = server.measure(accepted)
+            at.append(clock())
             accepted, bounded = server.bound(accepted)
             at.append(clock())
             used = server.update(accepted)
@@ -96,7 +98,9 @@ def measure(rounds: int, repetitions: int, here: Path) -> dict[str, Any]:
             at.append(clock())
             ledger.charge(charge)
             at.append(clock())
-            again = dataclasses.replace(done, broadcast=message, accepted=accepted, refused=refused, bounded=bounded)
+            again = dataclasses.replace(
+                done, broadcast=message, accepted=accepted, refused=refused, bounded=bounded, measured=measured
+            )
             _record(again, parts, config, recorder, seconds=tally.seconds)
             at.append(clock())
             worker.adapter.load_vector(received)
@@ -106,6 +110,7 @@ def measure(rounds: int, repetitions: int, here: Path) -> dict[str, Any]:
             at.append(clock())
             taken[repetition] = np.diff(at)
             check(message == done.broadcast, "the broadcast")
+            check(measured == done.measured, "what is measured of a reply")
             check(used and server.state.tobytes() == after.tobytes(), "the state")
             check(received.tobytes() == done.state.tobytes(), "the state as received")
         found = newest_checkpoint(folder.path)

@@ -11,11 +11,12 @@ pytest.importorskip("transformers")
 from small import choices_config, choices_toml, language, sizes_of
 
 from nestling.api import run
-from nestling.build import build, plan
+from nestling.build import build
 from nestling.cli.main import main
 from nestling.config.load import load_config
 from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig
 from nestling.core.errors import ConfigError, ContextError
+from nestling.counts import plan
 from nestling.runs.recorder import read_rows, read_run
 from nestling.tasks.questions import WORDNET_DOMAINS
 from nestling.tasks.recall import paired_difference

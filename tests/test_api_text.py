@@ -10,10 +10,11 @@ from small import articles, text_config, text_toml
 
 import nestling
 from nestling.api import resume, run
-from nestling.build import plan, pretrain_base
+from nestling.build import pretrain_base
 from nestling.cli.main import main
 from nestling.config.schema import FullConfig, GptConfig, LocalConfig, LoraConfig
 from nestling.core.errors import ConfigError, ContextError
+from nestling.counts import plan
 from nestling.models.backbones import base_hash
 from nestling.runs.recorder import read_result
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import config, images
+from small import config, images, needle_config
 
 from nestling.adapters.base import InexactAverages
 from nestling.adapters.full import FullAdapter
 from nestling.adapters.latent import LatentAdapter
-from nestling.build import build, check_device, plan, resolve, run_id
+from nestling.build import build, check_device, resolve, run_id
 from nestling.cli.main import main
 from nestling.codec.message import peek
 from nestling.config.load import load_config, parse_config
@@ -29,10 +29,14 @@ from nestling.config.schema import (
     MemoryConfig,
     NeedleConfig,
     RunConfig,
+    TaskConfig,
     deciding,
 )
 from nestling.core.errors import ConfigError, ContextError, NestlingError
 from nestling.core.types import Engine, Failure
+from nestling.counts import plan
+from nestling.tasks.images import make_task
+from nestling.tasks.sets import TRAINED_ON
 
 PAPER = "flite-cifar100-resnet18"
 
@@ -355,3 +359,30 @@ def test_cat_082_numbers_that_would_overflow_the_sum_are_refused_at_the_start(tm
     with pytest.raises(ConfigError) as caught:
         build(dataclasses.replace(settings, server=server))
     assert caught.value.where == "server.max_abs"
+
+
+def test_planned_steps_are_those_that_are_taken(tmp_path: Path) -> None:
+    needles = needle_config(tmp_path, rounds=2)
+    task, size = build(needles).task, needles.local.batch_size
+    taken = [len(list(task.batches(client, size=size, seed=0, epoch=0))) for client in task.clients()]
+    assert plan(needles).steps == 2 * sum(taken)
+    digits = load_config("flite-digits")
+    assert isinstance(digits.task, TaskConfig)
+    images = make_task(digits.task, seed=0)
+    assert len(images) == TRAINED_ON["digits"]
+    shares = [images.examples(client) for client in images.clients()]
+    taken = [-(-share // digits.local.batch_size) for share in shares]
+    planned = plan(digits).steps
+    assert planned is not None
+    assert 0 <= digits.rounds * sum(taken) - planned <= digits.rounds * len(shares)
+    fewer = dataclasses.replace(digits, server=dataclasses.replace(digits.server, clients_per_round=4))
+    assert plan(fewer).steps == digits.rounds * -(-1750 // digits.local.batch_size)
+    assert plan(load_config("flite-wikitext2-tinygpt")).steps is None
+
+
+@pytest.mark.parametrize(("optimizer", "arrays"), [("adamw", 4), ("sgd", 3)])
+def test_planned_memory_is_weights_and_what_an_optimiser_keeps(optimizer: str, arrays: int) -> None:
+    digits = load_config("flite-digits")
+    planned = plan(dataclasses.replace(digits, local=dataclasses.replace(digits.local, optimizer=optimizer)))
+    assert planned.weights_bytes == 4 * planned.model_parameters
+    assert planned.training_bytes == 4 * arrays * planned.trainable_parameters

@@ -18,12 +18,13 @@ from small import language, needle_config, smollm2_sizes, tiny_llama
 
 import nestling.build_language
 from nestling.adapters.full import FullAdapter
-from nestling.build import build, plan, resolve
+from nestling.build import build, resolve
 from nestling.build_language import tokenizer_digest
 from nestling.cli.main import main
 from nestling.config.load import load_config
 from nestling.config.schema import FullConfig, LanguageConfig, LoraConfig, MemoryConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, WireError
+from nestling.counts import plan
 from nestling.models import assets
 from nestling.models.language import load_language_model
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from small import sizes_of
 
-from nestling.build import plan
 from nestling.cli.main import main
 from nestling.config.load import dump_config, load_config, parse_config, preset_names, preset_text
 from nestling.config.schema import LanguageConfig
+from nestling.counts import plan
 
 
 @pytest.mark.parametrize("name", preset_names())

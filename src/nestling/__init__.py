@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from nestling.adapters.base import Adapter, attach
     from nestling.adapters.store import from_pretrained
     from nestling.api import resume, run
-    from nestling.build import Plan, plan
     from nestling.config.load import load_config
     from nestling.config.schema import FullConfig, LatentConfig, LoraConfig, MappingConfig, MemoryConfig, RunConfig
     from nestling.core.errors import NestlingError
     from nestling.core.types import Progress
+    from nestling.counts import Plan, plan
     from nestling.inference.cache import new_cache
     from nestling.inference.stream import Session
     from nestling.runs.result import Result
@@ -57,7 +57,7 @@ _HOMES = {
     "MappingConfig": "nestling.config.schema",
     "MemoryConfig": "nestling.config.schema",
     "NestlingError": "nestling.core.errors",
-    "Plan": "nestling.build",
+    "Plan": "nestling.counts",
     "Progress": "nestling.core.types",
     "Result": "nestling.runs.result",
     "RunConfig": "nestling.config.schema",
@@ -66,7 +66,7 @@ _HOMES = {
     "from_pretrained": "nestling.adapters.store",
     "load_config": "nestling.config.load",
     "new_cache": "nestling.inference.cache",
-    "plan": "nestling.build",
+    "plan": "nestling.counts",
     "resume": "nestling.api",
     "run": "nestling.api",
 }

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
@@ -13,21 +13,14 @@ import torch
 from torch import nn
 
 from nestling.adapters.base import attach, warn_if_inexact
-from nestling.adapters.latent import latent_layout
 from nestling.adapters.lora import lora_layout
-from nestling.adapters.lora_targets import lora_targets
-from nestling.adapters.mapping import mapping_layout
-from nestling.adapters.targets import find_norms, find_weights, select
 from nestling.codec.codecs import Limits, body_size
 from nestling.codec.message import HEADER_SIZE, LARGEST
 from nestling.config.schema import (
-    BaseConfig,
     FullConfig,
     GptConfig,
     LanguageConfig,
-    LatentConfig,
     LoraConfig,
-    MappingConfig,
     MemoryConfig,
     OwnBase,
     RunConfig,
@@ -46,8 +39,7 @@ from nestling.federation.server import Server
 from nestling.models.assets import locate
 from nestling.models.backbones import base_hash
 from nestling.models.copies import working_copy
-from nestling.models.pretrain import make_base, make_network, trained_base, trains
-from nestling.models.resnet import orthonormal_rows
+from nestling.models.pretrain import make_base, trained_base, trains
 from nestling.tasks.choices import ChoicesTask
 from nestling.tasks.data import SHAPES, load_images
 from nestling.tasks.images import make_task
@@ -135,12 +127,12 @@ def build(
     else:
         base, task = _load_items(config, note=note)
     if isinstance(config.adapter, LoraConfig):  # before factors of any rank are drawn
-        _payloads(config, lora_layout(config.adapter, base))
+        payloads(config, lora_layout(config.adapter, base))
     hashed = base_hash(base)
     share = not isinstance(config.adapter, FullConfig)
     models = [working_copy(base, share=share) for _ in range(config.machine.workers)]
     adapters = [attach(model, config.adapter, base_hash=hashed) for model in models]
-    _payloads(config, adapters[0].layout)
+    payloads(config, adapters[0].layout)
     warn_if_inexact(adapters[0])
     examples = task.examples(None) if examples is None else examples
     agreement = Agreement(
@@ -175,8 +167,8 @@ def build(
 
 
 def _load_items(config: RunConfig, *, note: Callable[[str], object]) -> tuple[nn.Module, ItemsTask]:
-    of_task, settings = _own_settings(config)
-    channels, classes = _shape(of_task)
+    of_task, settings = own_settings(config)
+    channels, classes = shape_of(of_task)
     _check_base_data(of_task, settings)
     data, path = _pretraining_data(of_task, settings)
     task: ItemsTask
@@ -200,7 +192,7 @@ def pretrain_base(config: RunConfig, *, note: Callable[[str], object] = lambda t
         raise ConfigError(
             "a language model is not trained here", where="base.kind", remedy="Name one under base.model."
         )
-    of_task, settings = _own_settings(config)
+    of_task, settings = own_settings(config)
     if settings.weights or not trains(settings):
         raise ConfigError(
             "leaves nothing to train",
@@ -209,7 +201,7 @@ def pretrain_base(config: RunConfig, *, note: Callable[[str], object] = lambda t
         )
     check_device(config.machine.device)
     _check_base_data(of_task, settings)
-    channels, classes = _shape(of_task)
+    channels, classes = shape_of(of_task)
     data, path = _pretraining_data(of_task, settings)
     return trained_base(
         settings, channels=channels, classes=classes, data=data, source=path, device=config.machine.device, note=note
@@ -232,13 +224,13 @@ def _pretraining_data(of_task: TaskConfig | TextConfig, base: OwnBase) -> tuple[
     return load, path
 
 
-def _own_settings(config: RunConfig) -> tuple[TaskConfig | TextConfig, OwnBase]:
+def own_settings(config: RunConfig) -> tuple[TaskConfig | TextConfig, OwnBase]:
     assert isinstance(config.task, TaskConfig | TextConfig)
     assert isinstance(config.base, OwnBase)
     return config.task, config.base
 
 
-def _shape(of_task: TaskConfig | TextConfig) -> tuple[int, int]:
+def shape_of(of_task: TaskConfig | TextConfig) -> tuple[int, int]:
     """Colour channels of what the network is given, 1 of a text, and in how many classes it answers."""
     return (1, VOCABULARY) if isinstance(of_task, TextConfig) else SHAPES[of_task.data][::2]
 
@@ -277,7 +269,7 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def _payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
+def payloads(config: RunConfig, layout: Layout) -> tuple[int, int]:
     """Bytes of a message's body up and down; `ConfigError` if one would not fit a message."""
     up, down = body_size(config.codec.up, layout), body_size(config.codec.down, layout)
     if config.codec.kind == "powersgd" and up == 4 * layout.size:
@@ -305,100 +297,3 @@ def _check_base_data(of_task: TaskConfig | TextConfig, base: OwnBase) -> None:
             where="base.pretrain_on",
             remedy="Choose a set with the same, or give base.weights.",
         )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will train and send, known before any data is read. Bytes are per client and round unless total."""
-
-    method: str
-    codec_up: str
-    codec_down: str
-    trainable_parameters: int
-    adapted_parameters: int
-    model_parameters: int
-    payload_bytes_up: int
-    payload_bytes_down: int
-    wire_bytes_up: int
-    wire_bytes_down: int
-    full_payload_bytes: int
-    payload_factor: int | float
-    total_wire_bytes: int
-    rounds: int
-    clients_per_round: int
-    layout: list[tuple[str, list[int]]]
-    local_parameters: int = 0
-    """Trained, but never sent."""
-    stream_bytes: dict[str, int] = field(default_factory=dict)
-    """With a memory: what one stream needs while it is read, its window (and first tokens) and its memory."""
-
-
-def plan(config: RunConfig) -> Plan:
-    """Count what would be trained and sent, without data, weights or training.
-
-    `full_payload_bytes` is what sending the adapted tensors themselves as float32 would take, `payload_factor` how many
-    times more that is than the payload.
-
-    >>> import nestling
-    >>> nestling.plan(nestling.load_config("flite-cifar100-resnet18")).payload_bytes_up
-    5120
-    """
-    local, stream = 0, dict[str, int]()
-    if isinstance(config.base, LanguageConfig):
-        from nestling.build_language import count_language
-
-        counted = count_language(config)
-        layout, adapted, weights = counted.layout, counted.adapted, counted.weights
-        local, stream = counted.local, counted.stream
-    else:
-        layout, adapted, weights = _count_items(config)
-    up, down = _payloads(config, layout)
-    asked = config.server.clients_per_round or config.task.clients
-    factor = 4 * adapted / up
-    return Plan(
-        method=config.method,
-        codec_up=config.codec.up,
-        codec_down=config.codec.down,
-        trainable_parameters=layout.size,
-        adapted_parameters=adapted,
-        model_parameters=weights,
-        payload_bytes_up=up,
-        payload_bytes_down=down,
-        wire_bytes_up=up + HEADER_SIZE,
-        wire_bytes_down=down + HEADER_SIZE,
-        full_payload_bytes=4 * adapted,
-        payload_factor=round(factor) if factor >= 10 else round(factor, 2),
-        total_wire_bytes=config.rounds * asked * (up + down + 2 * HEADER_SIZE),
-        rounds=config.rounds,
-        clients_per_round=asked,
-        layout=[(name, list(shape)) for name, shape in layout],
-        local_parameters=local,
-        stream_bytes=stream,
-    )
-
-
-def _count_items(config: RunConfig) -> tuple[Layout, int, int]:
-    """What is sent, how many weights it adapts, and how many the model has."""
-    of_task, base = _own_settings(config)
-    channels, classes = _shape(of_task)
-    with torch.device("meta"):
-        model = make_network(base, channels=channels, classes=classes)
-    if isinstance(base, BaseConfig):
-        orthonormal_rows(0, classes, model.head.in_features)  # raises for a classifier that could not be made
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    adapter = config.adapter
-    if isinstance(adapter, LatentConfig):
-        mapped = find_weights(model, adapter.targets, adapter.exclude)
-        norms = find_norms(model, mapped) if adapter.train_norms else []
-        layout = latent_layout(mapped, norms, adapter)
-        return layout, sum(t.base.numel() for t in mapped + norms), sum(sizes.values())
-    if isinstance(adapter, LoraConfig):
-        changed = lora_targets(adapter, model).values()
-        return lora_layout(adapter, model), sum(m.weight.numel() for m in changed), sum(sizes.values())
-    if isinstance(adapter, MappingConfig):
-        mapped = find_weights(model, adapter.targets, adapter.exclude)
-        return mapping_layout(mapped, adapter), sum(t.base.numel() for t in mapped), sum(sizes.values())
-    assert isinstance(adapter, FullConfig)
-    names = select(sizes, adapter.targets, adapter.exclude, what="parameter")
-    layout = Layout.of([(n, model.get_parameter(n).shape) for n in names])
-    return layout, layout.size, sum(sizes.values())

@@ -36,7 +36,7 @@ class PlanCommand:
 def show_plan(args: Sequence[str]) -> int:
     """`nestling plan CONFIG [SETTINGS]`."""
     command = read_command(PlanCommand, args, verb="plan")
-    from nestling.build import plan
+    from nestling.counts import plan
     from nestling.report.tables import human_bytes
 
     p = plan(command.config)
@@ -58,6 +58,10 @@ def show_plan(args: Sequence[str]) -> int:
         (f"in all: {p.rounds} rounds, {p.clients_per_round} clients, both ways", human_bytes(p.total_wire_bytes)),
     ):
         table.add_row(label, value)
+    if p.steps is not None:
+        table.add_row("steps in all, of all clients together", f"{p.steps:,}")
+    table.add_row("held in memory: the model's weights", human_bytes(p.weights_bytes))
+    table.add_row("and what is trained, with its optimiser", human_bytes(p.training_bytes))
     if p.local_parameters:
         table.add_row("trained numbers that stay with a client", f"{p.local_parameters:,}")
     if p.stream_bytes:

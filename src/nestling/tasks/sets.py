@@ -14,6 +14,9 @@ SHAPES = {
     "tiny-imagenet": (3, 64, 200),
 }
 """Channels, side and classes of each set, known without reading it."""
+TRAINED_ON = {"digits": 3500, "fashion": 54_000, "cifar10": 45_000, "cifar100": 45_000, "tiny-imagenet": 90_000}
+"""Training images of each set as it is published, less the tenth that is kept for validation (and of digits the fifth
+that is kept for testing)."""
 TITLES = {
     "digits": "MNIST-5k",
     "fashion": "Fashion-MNIST",
