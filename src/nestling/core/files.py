@@ -24,7 +24,7 @@ def make_folder(path: Path) -> Path:
     """`path` as a folder that can be written; parents are made. Raises `ConfigError` if that cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-test-{token_hex(8)}"
+        probe = path / f".write-test.tmp.{token_hex(8)}"
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as error:
