@@ -198,7 +198,7 @@ def without(flags: str) -> Callable[[], tuple[str, str]]:
 
 
 def streaming() -> tuple[str, str]:
-    rows: dict[str, Any] = {row["row"]: row for row in read("streaming_address")["losses"]}
+    rows: dict[str, Any] = {row["row"]: row for row in read("streaming_product")["losses"]}
     memory, window = (100 * rows[row]["relative"][-1] for row in ("memory", "window"))
     text = (
         f"last 1K against the first: memory {memory:+.1f} %, window without it {window:+.1f} %; perplexity"

@@ -237,6 +237,21 @@ def bytes_of_shapes() -> str:
     return lines(("model", "what is sent", "numbers", "of them gates", "bits", "payload up", "a stream's memory"), rows)
 
 
+def stream_memory(name: str) -> str:
+    """What a stream holds at growing lengths, and the peak of a process that reads it."""
+    cells: dict[int, dict[str, Any]] = {}
+    for row in read(name)["memory"]:
+        cells.setdefault(row["tokens"], {})[row["row"]] = row
+    titles = {"full": "full attention", "window": "window", "lora": "LoRA, window", "memory": "FedNL"}
+    shown = [row for row in titles if any(row in found for found in cells.values())]
+    rows = []
+    for tokens in (1024, 4096, 16384, 65536):
+        found = [cells.get(tokens, {}).get(row) for row in shown]
+        pairs = [(f"{r['cache_bytes']:,} B", human_bytes(r["peak_bytes"])) if r else ("–", "–") for r in found]
+        rows.append((f"{tokens:,}", *(cell for pair in pairs for cell in pair)))
+    return lines(("tokens", *(cell for row in shown for cell in (f"{titles[row]}: cache", "peak"))), rows)
+
+
 FLITE = (
     ("CIFAR-100, ResNet-18", "flite-cifar100-resnet18"),
     ("CIFAR-10, ResNet-18", "flite-cifar10-resnet18"),
@@ -317,7 +332,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-seven-depths": lambda: depths("needle_smollm2_product", more=EARLIER),
     "needle-own": lambda: recalls("needle_smollm2"),
     "needle-lengths": lengths,
-    "stream": lambda: stream("streaming_address"),
+    "stream": lambda: stream("streaming_product"),
+    "stream-memory": lambda: stream_memory("streaming"),
     "shapes": bytes_of_shapes,
     "papers-flite": papers_flite,
     "papers-fednl": papers_fednl,
