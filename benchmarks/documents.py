@@ -8,25 +8,20 @@ it is nobody's but the writer's. With --check nothing is written, and a page tha
 suite does the same). A table whose file of results does not exist says so, and how to make it.
 """
 
-import nestling  # first: it sets how idle OpenMP threads wait
-
 # isort: split
 import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from claims import claims_table
-from message_bytes import count, planned
 from pareto import row_of
+from planned_tables import bytes_of_shapes, papers_fednl, papers_flite
 from saved import Missing, lines, points, read, result
 
-from nestling.config.schema import LoraConfig, MemoryConfig
-from nestling.counts import Plan
 from nestling.report.intervals import interval
 from nestling.report.recalls import HEADINGS, recall_rows
 from nestling.report.tables import Row, accuracy_text, caption_of, human_bytes, rows_of, to_markdown
@@ -223,20 +218,6 @@ def stream(name: str) -> str:
     return lines(("tokens", *(titles[row] for row in rows)), table)
 
 
-# Counted, not measured
-
-
-def bytes_of_shapes() -> str:
-    """What FedNL sends for the shapes of published models."""
-    rows = []
-    for model in ("SmolLM2-135M", "Llama-3.2-1B", "Qwen2.5-1.5B"):
-        for kind in ("rules", "gates, per channel", "latent over rules, 32 a tensor"):
-            row = count(model, kind)
-            numbers = (f"{row[key]:,}" for key in ("numbers", "gates", "bits"))
-            rows.append((model, kind, *numbers, f"{row['payload_bytes_up']:,} B", f"{row['memory_bytes']:,} B"))
-    return lines(("model", "what is sent", "numbers", "of them gates", "bits", "payload up", "a stream's memory"), rows)
-
-
 def stream_memory(name: str) -> str:
     """What a stream holds at growing lengths, and the peak of a process that reads it."""
     cells: dict[int, dict[str, Any]] = {}
@@ -252,65 +233,33 @@ def stream_memory(name: str) -> str:
     return lines(("tokens", *(cell for row in shown for cell in (f"{titles[row]}: cache", "peak"))), rows)
 
 
-FLITE = (
-    ("CIFAR-100, ResNet-18", "flite-cifar100-resnet18"),
-    ("CIFAR-10, ResNet-18", "flite-cifar10-resnet18"),
-    ("Tiny ImageNet, ResNet-34", "flite-tiny-imagenet-resnet34"),
-    ("WikiText-2, TinyGPT", "flite-wikitext2-tinygpt"),
-    ("its stand-in, Shakespeare", "flite-shakespeare-tinygpt"),
-)
+def speed(name: str) -> str:
+    """How fast a language model reads and trains."""
+    found = read(name)
+    rows = [
+        (f"{kind} {batch} × {tokens}: {row['row']}", f"{row['tokens_per_second']:,.0f}", f"{row['time_ratio']:.2f}×")
+        for kind in ("reading", "training")
+        for batch, tokens in [found["options"][{"reading": "read", "training": "train"}[kind]]]
+        for row in found[kind]
+    ]
+    return lines(("", "tokens/s", "time"), rows)
 
 
-def papers_flite() -> str:
-    """The FLITE paper's runs: each command, and what its plan says."""
-    rows = []
-    for table, preset in FLITE:
-        config = nestling.load_config(preset)
-        plan = nestling.plan(config)
-        up = [
-            f"{nestling.plan(replace(config, codec=replace(config.codec, bits=bits))).payload_bytes_up:,}"
-            for bits in (32, 8, 4)
-        ]
-        counted = (f"{plan.adapted_parameters:,}", f"{plan.payload_factor:,}", human_bytes(plan.total_wire_bytes))
-        numbers = f"{plan.trainable_parameters:,}"
-        rows.append((table, f"`nestling run {preset}`", numbers, *up, *counted, *held(plan)))
-    head = ("paper's table", "command", "numbers sent", "bytes up, float32", "int8", "int4", "weights they adapt")
-    return lines((*head, "times smaller", "whole run, float32", "steps", "memory"), rows)
-
-
-def held(plan: Plan) -> tuple[str, str]:
-    """Steps of all clients in the whole run, and what a client holds besides its activations."""
-    steps = "as the text is long" if plan.steps is None else f"{plan.steps:,}"
-    return steps, human_bytes(plan.weights_bytes + plan.training_bytes)
-
-
-def papers_fednl() -> str:
-    """The FedNL paper's runs: each command, and what its plan says."""
-    rows = []
-    for preset, model, flags in (
-        ("mmlu-qwen2.5-1.5b", "Qwen2.5-1.5B", ""),
-        ("mmlu-llama-3.2-1b", "Llama-3.2-1B", ""),
-        ("needle-qwen2.5-1.5b", "Qwen2.5-1.5B", ""),
-        ("needle-qwen2.5-1.5b", "Llama-3.2-1B", " --base.model meta-llama/Llama-3.2-1B"),
-    ):
-        config = nestling.load_config(preset)
-        assert isinstance(config.adapter, MemoryConfig)
-        rank, window = config.adapter.rank, config.adapter.window
-        up = [
-            f"{planned(replace(config, adapter=adapter), model).payload_bytes_up:,} B"
-            for adapter in (
-                config.adapter,
-                replace(config.adapter, share="gates"),
-                replace(config.adapter, dim=32),
-                LoraConfig(rank=rank, alpha=2.0 * rank, window=window),
-            )
-        ]
-        plan = planned(config, model)
-        stream = f"{sum(plan.stream_bytes.values()):,} B" if window else "grows"
-        whole = human_bytes(plan.total_wire_bytes)
-        rows.append((f"`nestling run {preset}{flags}`", *up, whole, *held(plan), stream))
-    head = ("command", "rules", "gates alone", "latents of rules", "FedAvg-LoRA", "whole run, rules")
-    return lines((*head, "steps", "memory", "held by a stream"), rows)
+def generating(name: str) -> str:
+    """One token after growing contexts."""
+    rows = [
+        (
+            f"{row['context']:,}",
+            *(
+                text
+                for model in ("plain", "memory")
+                for text in (f"{row[f'{model}_tokens_per_second']:.1f}", human_bytes(row[f"{model}_bytes"]))
+            ),
+        )
+        for row in read(name)["generating"]
+    ]
+    head = ("one token after", "plain, KV cache: tokens/s", "cache", "window + memory: tokens/s", "held")
+    return lines(head, rows)
 
 
 EARLIER = (("*with earlier addresses*", "needle_smollm2_address"),)
@@ -334,6 +283,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-lengths": lengths,
     "stream": lambda: stream("streaming_product"),
     "stream-memory": lambda: stream_memory("streaming"),
+    "speed": lambda: speed("language"),
+    "generating": lambda: generating("language"),
     "shapes": bytes_of_shapes,
     "papers-flite": papers_flite,
     "papers-fednl": papers_fednl,
