@@ -8,6 +8,8 @@ it is nobody's but the writer's. With --check nothing is written, and a page tha
 suite does the same). A table whose file of results does not exist says so, and how to make it.
 """
 
+import nestling  # noqa: F401  first: it sets how idle OpenMP threads wait
+
 # isort: split
 import argparse
 import re
