@@ -155,6 +155,13 @@ def test_a_missing_file_or_folder_is_refused(tmp_path, config, file) -> None:
     assert "not an adapter's folder" in str(refused(tmp_path / "none", 3))
 
 
+def test_a_runs_folder_stands_for_the_adapter_in_it(tmp_path) -> None:
+    vector = saved(tmp_path / "adapter", CONFIGS["latent"])
+    assert "not an adapter's folder" in str(refused(tmp_path, 3))  # no run's: nothing says so
+    (tmp_path / "config.toml").touch()
+    assert np.array_equal(from_pretrained(base(), tmp_path).vector(), vector)
+
+
 def test_another_base_is_refused_be_it_by_one_last_bit(tmp_path, config) -> None:
     saved(tmp_path, config)
     model = base()

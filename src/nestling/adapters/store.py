@@ -77,6 +77,10 @@ def save_adapter(adapter: "Adapter", folder: str | Path) -> None:
 def from_pretrained(model: nn.Module, folder: str | Path) -> "Adapter":
     """Attach the adapter saved in `folder` to `model`, which must be the base it was trained on.
 
+    Args:
+        model: the base, its weights in the number format of the training (a language run's `base.dtype`).
+        folder: of `save_pretrained`, or of a run, whose adapter lies in it.
+
     Raises:
         ContextError: the folder is not an adapter's, or the model is another base (exit 3).
         SeedError: the maps regenerated here are not those it was trained with (exit 4).
@@ -95,13 +99,15 @@ def from_pretrained(model: nn.Module, folder: str | Path) -> "Adapter":
     from nestling.adapters.base import attach
 
     path = Path(folder)
+    if isfile(path / "config.toml") and isfile(path / "adapter" / "adapter.json"):
+        path = path / "adapter"
     about = _read_about(path / "adapter.json")
     own_hash = hash_of(model)
     if own_hash != about["base_hash"]:
         raise ContextError(
             f"was trained on base {str(about['base_hash'])[:12]}, this model is {own_hash[:12]}",
             where=str(path),
-            remedy="Load the exact weights that the adapter was trained on.",
+            remedy="Load the exact weights that the adapter was trained on, in the same number format (base.dtype).",
         )
     try:
         config = parse_table(about["config"])

@@ -121,7 +121,9 @@ class MemoryConfig:
             )
         if self.bind and self.address == "own":
             raise ConfigError(
-                "has no addresses to bind", where="adapter.bind", remedy="Set adapter.address, or adapter.bind = false."
+                "has no addresses to bind",
+                where="adapter.bind",
+                remedy="Set adapter.address, or adapter.bind = false (--adapter.no-bind).",
             )
         is_one_of("adapter.update", self.update, ("delta", "additive"))
         is_count("adapter.window", self.window, 0)
