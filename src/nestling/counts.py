@@ -56,7 +56,8 @@ class Plan:
     """With a memory: what one stream needs while it is read, its window (and first tokens) and its memory."""
     steps: int | None = None
     """Of all clients in the whole run, reference rows not counted; up to one for each client, round and epoch more
-    where shares do not fill their last batch. None where it depends on what is read."""
+    where shares of images do not fill their last batch; of text and questions as many as train_items allows. None where
+    it depends on what is read."""
     weights_bytes: int = 0
     """The model's weights as a client holds them."""
     training_bytes: int = 0

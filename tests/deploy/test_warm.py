@@ -457,7 +457,7 @@ def test_a_worker_that_is_busy_is_waited_for_and_if_it_dies_another_is_started(m
             proxy, "_start", lambda site: subprocess.Popen([sys.executable, "-c", HANGS, str(site)], stderr=-3)
         )
         assert proxy.call(folder, "hello", b"here") == b"here"
-        gone = proxy._connected(folder)
+        gone = proxy._connected(folder, time.monotonic() + proxy.START)
         assert not isinstance(gone, Failure)
         gone.send_bytes(proxy.frame({"kind": "round"}, b""))
         gone.close()
@@ -465,7 +465,9 @@ def test_a_worker_that_is_busy_is_waited_for_and_if_it_dies_another_is_started(m
         assert proxy.call(folder, "hello", b"") == Failure("busy", "the worker is still at work on an earlier message")
         monkeypatch.setattr(proxy, "START", 300.0)
         assert proxy.call(folder, "hello", b"again") == b"again"
-        silent = proxy._connected(folder)  # it says nothing, and does not hold the worker for ever
+        silent = proxy._connected(
+            folder, time.monotonic() + proxy.START
+        )  # it says nothing, and does not hold the worker for ever
         assert not isinstance(silent, Failure)
         assert proxy.call(folder, "hello", b"once more") == b"once more"
         silent.close()

@@ -126,6 +126,13 @@ def test_where_every_round_is_the_same_step_nobody_is_an_echo() -> None:
     assert riders(rows([dict.fromkeys(range(4), (1.0, 0.995, 10))] * 5)) == {}
 
 
+def test_who_holds_most_of_the_data_is_no_echo_of_itself() -> None:
+    """Its own last change is most of the step; the others, who differ, are far from it."""
+    far = {1: (1.0, 0.3, 250), 2: (1.0, 0.2, 150), 3: (1.0, -0.1, 100)}
+    assert riders(rows([far | {0: (1.0, 0.9999, 500)}] * 5)) == {}
+    assert riders(rows([far | {0: (1.0, 0.9999, 150)}] * 5)).keys() == {"0"}
+
+
 def test_of_two_replies_only_one_of_zeros_can_be_told() -> None:
     assert riders(rows([{0: (1.0, 0.1, 10), 1: (1e-6, 0.99999, 10)}] * 3)) == {}
     assert riders(rows([{0: (1.0, 0.1, 10), 1: (0.0, None, 10)}] * 3)).keys() == {"1"}

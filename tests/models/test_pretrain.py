@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.config.schema import BaseConfig
-from nestling.core.errors import ContextError, WireError
+from nestling.core.errors import ConfigError, ContextError, WireError
 from nestling.models.backbones import base_bytes, base_hash, provenance_of
 from nestling.models.pretrain import RECIPE, _scaled, augmented, cache_folder, make_base, pretrain, trained_base
 from nestling.models.resnet import ResNet, make_resnet
@@ -168,6 +168,11 @@ def test_features_from_another_label_space_keep_the_tasks_own_classifier() -> No
 
 def test_fewer_labels_than_classes_are_fine() -> None:
     assert made(Blobs(classes=2), classes=5).head.weight.shape == (5, 32)
+
+
+def test_too_few_items_are_refused_before_any_training(cache) -> None:
+    with pytest.raises(ConfigError, match="has 9 items"):
+        made(Blobs(items=9))
 
 
 @pytest.mark.parametrize("config", [BaseConfig(width=8, pretrain_on="none"), BaseConfig(width=8, epochs=0)])

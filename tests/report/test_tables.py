@@ -137,6 +137,8 @@ def test_the_caption_of_text_names_the_commonest_byte_and_perplexities(result):
     assert "chance is 15.4 %" in text
     assert "Perplexity of a byte: frozen base 20.000; flite, float32 7.500" in text.replace(runs[0].codec, "float32")
     assert "erplexity" not in caption_of([result()])
+    lost = result(seed=2, classes=256, chance=0.154, perplexity_base=20.0)  # whose loss was no number
+    assert "7.500; without 1 of 3 runs, whose loss is no number" in caption_of([*runs, lost])
 
 
 def test_the_caption_says_what_the_numbers_are(result):

@@ -238,6 +238,8 @@ def test_a_site_of_its_own_holds_all_blocks_of_its_folder() -> None:
     assert [whole.examples(client) for client in whole.clients()] == [0, found.examples(None), 0]
     assert [found.examples(client) > 0 for client in found.clients()] == [True] * 3
     assert whole.chance == found.chance
+    few = task(train_items=5).whole(1)
+    assert [few.examples(client) for client in few.clients()] == [0, 5, 0]
 
 
 def test_a_text_that_cannot_be_divided_is_refused(tmp_path) -> None:
@@ -247,8 +249,12 @@ def test_a_text_that_cannot_be_divided_is_refused(tmp_path) -> None:
         task(clients=1000)
     shutil.copytree(articles(), tmp_path / "copy")
     (tmp_path / "copy" / "wiki.test.raw").write_text("")
-    with pytest.raises(ConfigError, match="hold out 17 bytes"):
+    with pytest.raises(ConfigError, match="blocks of 17 bytes"):
         make_blocks_task(TextConfig(data="wikitext2", length=16), path=str(tmp_path / "copy"), seed=0)
+    (tmp_path / "copy" / "wiki.test.raw").write_text((articles() / "wiki.test.raw").read_text())
+    (tmp_path / "copy" / "wiki.train.raw").write_text("")
+    with pytest.raises(ConfigError, match="blocks of 17 bytes"):
+        make_blocks_task(TextConfig(data="wikitext2", length=16, clients=1), path=str(tmp_path / "copy"), seed=0)
 
 
 def test_another_text_or_partition_has_another_digest() -> None:

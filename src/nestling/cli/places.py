@@ -38,8 +38,8 @@ def place_of(run: str, *, model: str = "", dtype: str = "") -> Place:
     Args:
         model, dtype: where they are not empty, in place of the run's; without either: smollm2-135m in bfloat16.
 
-    Raises `ConfigError` (exit 2) if there is no such folder, or the run was one over images, `WireError` (exit 5) if
-    its settings are damaged.
+    Raises `ConfigError` (exit 2) if there is no such folder, or the run was one over images or bytes, `WireError`
+    (exit 5) if its settings are damaged.
     """
     path = Path(run) if run else None
     if path is None or isfile(path / "adapter.json"):
@@ -59,7 +59,7 @@ def place_of(run: str, *, model: str = "", dtype: str = "") -> Place:
         settings = parse_config(text, where=printable(str(file)))
         if not isinstance(settings.base, LanguageConfig):
             raise ConfigError(
-                "was a run over images: its model reads no text",
+                "was a run over images, or over bytes by a small GPT: neither is a language model with a tokenizer",
                 where=printable(str(folder)),
                 remedy="Give another run.",
             )

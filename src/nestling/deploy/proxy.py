@@ -39,8 +39,9 @@ def call(site: Path, kind: str, body: bytes) -> bytes | Failure:
     """The worker's answer to one message. A worker that hangs, dies again and again, or cannot be started is a
     `Failure`; all tries together take no longer than one may."""
     limit, worked = read_settings(SiteSettings, site).limit, 0.0
+    patience = time.monotonic() + START  # to start it, or to wait for it; what it has worked comes on top
     for _ in range(TRIES):
-        connection = _connected(site)
+        connection = _connected(site, patience + worked)
         if isinstance(connection, Failure):
             return connection
         began = time.monotonic()
@@ -100,16 +101,15 @@ def kill(site: Path) -> None:
         time.sleep(0.02)
 
 
-def _connected(site: Path) -> Connection | Failure:
+def _connected(site: Path, until: float) -> Connection | Failure:
     with _one_at_a_time(site):
         started: subprocess.Popen[bytes] | None = None
         starts = 0
-        until = time.monotonic() + START
         while time.monotonic() < until:
             with suppress(OSError, EOFError, AuthenticationError):
                 return _shaken(site, until - time.monotonic())
             if started is None and not is_alive(site):
-                started, until, starts = _start(site), time.monotonic() + START, starts + 1
+                started, starts = _start(site), starts + 1
             if started is not None and started.poll() is not None and not is_alive(site):
                 if starts == TRIES:
                     return Failure("worker_died", "the worker could not be started; see worker.log at the site")

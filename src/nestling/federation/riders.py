@@ -3,7 +3,7 @@
     of each accepted reply      ‖u‖, and cos(u, g), where g is what the broadcast has changed since the round before
     nothing in a round          ‖u‖ = 0
     next to nothing             ‖u‖ < SMALL · min(1, examples / median examples) · median ‖u‖
-    an echo                     1 − cos(u, g) < min(ECHO, NEARER · median (1 − cos(u, g)))
+    an echo                     1 − cos(u, g) < min(ECHO, NEARER · median (1 − cos(u, g))), examples ≤ LIGHT · all
 
 Lin et al., arXiv 1911.12560, list these attacks (zeros, the global step sent back) and others that pass for training:
 noise of the usual length is not found here, nor by any rule that looks at single replies. We differ in that a round is
@@ -33,6 +33,10 @@ normal numbers), by int8 and finer below 0.0001; coarser and sparse codecs hide 
 usual rates, and a client with half of all examples, at a rate so low that every round is the same step, 0.08 (ResNet-8,
 five clients, Dirichlet 0.05 to 1, AdamW and SGD). Lower rates bring everybody nearer, which is why an echo must also be
 ten times nearer than the median."""
+LIGHT = 0.25
+"""Share of a round's examples above which nobody is taken for an echo: the step before is then mostly the client's own,
+and an honest one with half of all examples, whose training changes slowly, is as near to it as somebody who sends it
+back."""
 _FEWEST = 3
 """Replies in a round of which one can be told from the others' median."""
 _TWICE = 2
@@ -99,6 +103,7 @@ def _kinds(replies: Mapping[int, Measured]) -> dict[int, str]:
     enough = len(replies) >= _FEWEST
     usual = median(reply.norm for reply in replies.values())
     examples = median(reply.examples for reply in replies.values())
+    claimed = sum(reply.examples for reply in replies.values())
     apart = [1 - reply.cosine for reply in replies.values() if reply.cosine is not None]
     near = min(ECHO, NEARER * median(apart)) if len(apart) >= _FEWEST else 0.0
 
@@ -107,7 +112,8 @@ def _kinds(replies: Mapping[int, Measured]) -> dict[int, str]:
             return "zero"
         if enough and reply.norm < SMALL * min(1.0, reply.examples / max(examples, 1)) * usual:
             return "small"
-        return "echo" if reply.cosine is not None and 1 - reply.cosine < near else ""
+        light = reply.examples <= LIGHT * claimed
+        return "echo" if light and reply.cosine is not None and 1 - reply.cosine < near else ""
 
     return {client: kind(reply) for client, reply in replies.items()}
 

@@ -170,7 +170,9 @@ def load_tasks(
             needs = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "is not of text alone"
             raise ConfigError(needs, where=name, remedy="Leave it out.")
         fixed = task.get_config("num_fewshot")
-        if fixed is None or (num_fewshot is not None and fixed != 0):
+        if num_fewshot and fixed == 0:
+            raise ConfigError("is always asked without examples", where=name, remedy="Leave out --num-fewshot.")
+        if fixed is None or num_fewshot is not None:
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
     shown = [name for name in (*loaded["groups"], *loaded["tasks"]) if name in names or name not in inside]
     return Tasks(loaded, tuple(dict.fromkeys(shown)))
@@ -222,10 +224,17 @@ def score(model: InMemory, tasks: Tasks, *, limit: int = 0) -> list[Score]:
     Args:
         limit: of each task, of a group's single ones too, the first so many items; 0: all.
     """
-    with _seeded(tasks), _quiet(progress=True):
-        results: Any = evaluator.evaluate(
-            model, tasks.loaded, limit=limit or None, bootstrap_iters=BOOTSTRAP, log_samples=True
-        )
+    try:
+        with _seeded(tasks), _quiet(progress=True):
+            results: Any = evaluator.evaluate(
+                model, tasks.loaded, limit=limit or None, bootstrap_iters=BOOTSTRAP, log_samples=True
+            )
+    except AssertionError as error:  # the harness' way to say that nothing is left of a request
+        raise ConfigError(
+            f"{model.max_length} tokens leave no room for a request ({str(error).strip() or 'the harness refuses'})",
+            where="--max-length",
+            remedy="Give more tokens, or 0 for as many as the model knows.",
+        ) from error
     found = []
     for name in tasks.shown:
         leaves = _leaves(name, tasks)

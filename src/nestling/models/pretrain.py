@@ -20,7 +20,7 @@ from jaxtyping import Float32
 from torch import Tensor, nn
 
 from nestling.config.schema import GptConfig, OwnBase
-from nestling.core.errors import ContextError, NestlingError
+from nestling.core.errors import ConfigError, ContextError, NestlingError
 from nestling.core.files import cache_folder, make_folder, write_atomic
 from nestling.core.seeds import Stream
 from nestling.models.backbones import base_bytes, load_base, provenance_of
@@ -96,6 +96,12 @@ def trained_base(
         except NestlingError:
             path.unlink(missing_ok=True)  # damaged: made again below
     x, y = data()
+    if len(y) < 10:
+        raise ConfigError(
+            f"has {len(y)} items to train a base on",
+            where="base.pretrain_on",
+            remedy="Give at least ten: more data under base.path, or, of a text, a shorter base.context.",
+        )
     own_classes = int(y.max()) + 1
     # Another label space: train the features under a classifier of that size; the task's own one stays as drawn.
     other = make_network(config, channels=channels, classes=own_classes) if own_classes > classes else model

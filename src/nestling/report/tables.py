@@ -201,7 +201,9 @@ def _perplexities(results: Sequence[Result]) -> str:
     entries = [("frozen base", [r.perplexity_base for r in known if r.perplexity_base is not None])]
     entries += [(label, [r.perplexity for r in group if r.perplexity]) for label, group in by_method(known).items()]
     means = [f"{label} {fmean(values):.3f}" for label, values in entries if values]
-    return f"perplexity of a byte: {'; '.join(means)}" if known else ""
+    lost = sum(result.chance is not None and result.perplexity is None for result in results)
+    means += [f"without {lost} of {len(results)} runs, whose loss is no number"] if lost else []
+    return f"perplexity of a byte: {'; '.join(means)}" if means else ""
 
 
 def privacy_of(result: Result) -> str:

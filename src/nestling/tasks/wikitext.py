@@ -197,10 +197,20 @@ def spaced(items: np.ndarray, most: int) -> np.ndarray:
 class BlocksTask(ItemsTask):
     """Clients' training blocks and held-out ones. An item is a block; accuracy is of its bytes."""
 
-    def __init__(self, train: Blocks, held_out: Blocks, shares: list[np.ndarray], *, device: str = "cpu") -> None:
+    def __init__(
+        self, train: Blocks, held_out: Blocks, shares: list[np.ndarray], *, most: int = 0, device: str = "cpu"
+    ) -> None:
+        """`most`: training blocks of a client, also where one holds all there are (`whole`); 0: any number."""
         super().__init__(train, held_out, shares, classes=VOCABULARY, device=device)
+        self._most = most
         commonest = np.bincount(train.y.ravel(), minlength=VOCABULARY).argmax()
         self.chance = float((held_out.y == commonest).mean())
+
+    def whole(self, client: int) -> ItemsTask:
+        """The same text, all of it `client`'s, but for what is more than a client trains on."""
+        task = super().whole(client)
+        task._shares = [spaced(share, self._most) for share in task._shares]
+        return task
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Score:
@@ -224,9 +234,9 @@ def make_blocks_task(config: TextConfig, *, path: str, seed: int, device: str = 
     articles = load_articles(config.data, path)
     train = cut_blocks(articles.train, config.length)
     held_out = cut_blocks(articles.test if config.evaluate_on == "test" else articles.validation, config.length)
-    if not len(held_out):
+    if not (len(held_out) and len(train)):
         raise ConfigError(
-            f"no text is long enough to hold out {config.length + 1} bytes",
+            f"no text is long enough for blocks of {config.length + 1} bytes",
             where="task.length",
             remedy="Give a shorter length.",
         )
@@ -242,4 +252,4 @@ def make_blocks_task(config: TextConfig, *, path: str, seed: int, device: str = 
     kept = np.sort(np.concatenate(shares))
     train, shares = train.take(kept), [np.searchsorted(kept, share) for share in shares]
     held_out = held_out.take(spaced(np.arange(len(held_out)), config.test_items))
-    return BlocksTask(train, held_out, shares, device=device)
+    return BlocksTask(train, held_out, shares, most=config.train_items, device=device)
