@@ -263,6 +263,18 @@ def tiny_llama(family: str = "Llama", **changes: object) -> nn.Module:
     return model.eval()
 
 
+def tiny_mamba(vocabulary: int = 64, **changes: object) -> nn.Module:
+    """A causal language model of two layers without attention, with random weights; reads through any width."""
+    import torch
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "intermediate_size": 32, "time_step_rank": 4}
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MambaForCausalLM(MambaConfig(vocab_size=vocabulary, **sizes, **ends, **changes)).eval()
+
+
 # A drawn language model: a real needle run in seconds; it knows nothing, so only the path is tested.
 
 
@@ -298,6 +310,7 @@ SIZES = {  # layers, width, query and key/value heads, width of the feed-forward
     "smollm2-135m": ("llama", 30, 576, 9, 3, 1536, 49152),
     "Qwen/Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 8960, 151936),
     "meta-llama/Llama-3.2-1B": ("llama", 16, 2048, 32, 8, 8192, 128256),
+    "state-spaces/mamba-1.4b-hf": ("mamba", 48, 2048, 0, 0, 4096, 50280),
 }
 
 

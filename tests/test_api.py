@@ -134,13 +134,18 @@ def test_averaging_latents_is_averaging_weights() -> None:
 
 def test_progress_is_told_step_by_step() -> None:
     _, result, steps = finished()
-    seen = [(p.step, p.round) for p in steps]
+    seen = [(p.step, p.round) for p in steps if not p.within]
     assert [step for step in seen if "epoch" not in step[0] and "done" not in step[0]] == [
         ("loading data and base", 0),
         ("training the rows to compare with", 0),
         ("federating", 0),
-        ("federating", 1),
-        ("federating", 2),
+        ("", 1),
+        ("", 2),
+    ]
+    assert [(p.within, p.round) for p in steps if p.within] == [
+        (f"round {number}: {answered} of 3 clients have answered", number - 1)
+        for number in (1, 2)
+        for answered in (1, 2, 3)
     ]
     assert ("training the rows to compare with, 4 of 4 done", 0) in seen
     assert steps[-1].accuracy == result.accuracy
@@ -253,7 +258,7 @@ def test_cat_056_an_interrupted_run_keeps_its_last_finished_round(tmp_path: Path
     accuracies = []
 
     def interrupt(progress: Progress) -> None:
-        if progress.round:
+        if progress.round and not progress.within:
             accuracies.append(progress.accuracy)
         if progress.round == 2:
             raise KeyboardInterrupt

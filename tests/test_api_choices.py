@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from small import choices_config, choices_toml, language, sizes_of
+from small import choices_config, choices_toml, language, sizes_of, tiny_mamba
 
 from nestling.api import run
 from nestling.build import build
@@ -180,6 +181,35 @@ def test_a_preset_of_a_model_that_is_not_here_is_planned_from_its_sizes(
     base = LanguageConfig(model=flags[1])
     lora = dataclasses.replace(preset, base=base, adapter=LoraConfig(rank=32, alpha=64.0))
     assert plan(lora).method == "fedavg-lora"
+
+
+def test_fed_mamba_is_planned_from_sizes_too(tmp_path: Path) -> None:
+    preset = load_config("mmlu-mamba-1.4b")
+    base = dataclasses.replace(preset.base, model=sizes_of(preset.base.model, tmp_path))
+    planned = plan(dataclasses.replace(preset, base=base))
+    assert planned.method == "fedavg-lora"
+    assert planned.trainable_parameters == 48 * 32 * (2048 + 2 * 4096)
+    assert planned.model_parameters == 1_372_178_432
+
+
+@pytest.mark.filterwarnings("ignore::nestling.adapters.base.InexactAverages")
+def test_fed_mamba_runs(tmp_path: Path) -> None:
+    """LoRA in a model without attention or a layer called norm, in its upper layer alone."""
+    folder = shutil.copytree(language(letters=True), tmp_path / "mamba")
+    tiny_mamba(json.loads((folder / "config.json").read_text())["vocab_size"]).save_pretrained(folder)
+    config = choices_config(
+        tmp_path,
+        rounds=1,
+        base=LanguageConfig(model=str(folder), dtype="float32"),
+        adapter=LoraConfig(rank=2, targets=("in_proj",), layers="1"),
+    )
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, train_items=4, test_items=2))
+    result = run(config)
+    assert result.trainable_parameters == 2 * (16 + 64)
+    assert result.test_items == 10
+    assert set(result.recalls) == {"full attention", "trained"}
+    losses = {name: sum(entry["loss"] for entry in row) for name, row in result.recalls.items()}
+    assert losses["trained"] < losses["full attention"]
 
 
 def test_by_command_with_flags(finished: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

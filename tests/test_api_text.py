@@ -62,6 +62,9 @@ def test_other_adapters_and_partitions_run_and_are_planned(adapter, tmp_path) ->
     config = replace(config, task=replace(config.task, partition="articles", test_items=4))
     result = run(config)
     assert result.test_items == 4 * 16
+    report = (Path(result.run_dir) / "report.html").read_text("utf-8")
+    assert "no article with two clients" in report
+    assert "equal shares" not in report
     planned = plan(config)
     assert planned.payload_bytes_up == result.payload_bytes_up
     assert planned.model_parameters == result.model_parameters

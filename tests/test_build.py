@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -332,6 +333,17 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         check_device(device)
     assert caught.value.where == "machine.device"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process to cores")
+def test_workers_are_as_many_as_the_cores_this_process_may_use() -> None:
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        assert resolve(load_config("flite-digits")).machine.workers == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert resolve(load_config("flite-digits")).machine.workers == min(len(mine), 8)
 
 
 def test_the_cpu_is_always_there() -> None:

@@ -172,22 +172,27 @@ def _run(
     began = time.perf_counter()
     tally = Tally()
 
-    def tell(step: str, done: Round | None = None) -> None:
+    def tell(step: str = "", done: Round | None = None, within: str = "") -> None:
         progress(
             Progress(
                 step=step,
-                round=done.number if done else 0,
+                round=tally.round,
                 rounds=config.rounds,
                 accuracy=done.accuracy if done else float("nan"),
                 accepted=len(done.accepted) if done else 0,
                 asked=len(done.replies) if done else 0,
                 bytes_so_far=tally.bytes_up + tally.bytes_down,
                 seconds=time.perf_counter() - began,
+                within=within,
             )
         )
 
+    def heard(answered: int, asked: int) -> None:
+        tell(within=f"round {tally.round + 1}: {answered} of {asked} clients have answered")
+
     tell("loading data and base")
-    parts = build(with_own_base(config, folder.path), note=tell, engine=engine, examples=examples)
+    own = with_own_base(config, folder.path)
+    parts = build(own, note=tell, heard=heard, engine=engine, examples=examples)
     own_base = folder.path / "base.safetensors"
     if isinstance(config.base, OwnBase) and not config.base.weights and not own_base.is_file():
         folder.write(own_base.name, base_bytes(parts.base))
@@ -229,7 +234,7 @@ def _run(
             worker.adapter.load_vector(done.state)
             worker.adapter.save_pretrained(folder.path / "adapter")
         write_checkpoint(folder, snapshot(config, parts, tally))
-        tell("federating", done)
+        tell(done=done)
     if not tally.used:
         refusals = Counter(tally.refusals).most_common(3)
         reasons = ", ".join(f"{code} ×{count}" for code, count in refusals) or "the mean was out of bounds"

@@ -84,7 +84,7 @@ def resolve(config: RunConfig) -> RunConfig:
     adapter = config.adapter
     if not isinstance(adapter, FullConfig) and adapter.seed is None:
         adapter = dataclasses.replace(adapter, seed=config.seed)
-    workers = config.machine.workers or (1 if config.machine.device != "cpu" else os.cpu_count() or 1)
+    workers = config.machine.workers or (1 if config.machine.device != "cpu" else usable_cores())
     workers = min(workers, config.server.clients_per_round or config.task.clients)
     machine = dataclasses.replace(config.machine, workers=workers)
     return dataclasses.replace(config, adapter=adapter, machine=machine)
@@ -94,6 +94,7 @@ def build(
     config: RunConfig,
     *,
     note: Callable[[str], object] = lambda text: None,
+    heard: Callable[[int, int], object] = lambda answered, asked: None,
     engine: Engine | None = None,
     examples: int | None = None,
 ) -> Parts:
@@ -101,6 +102,7 @@ def build(
 
     Args:
         note: told what is being loaded.
+        heard: told how many of a round's clients have answered, of how many; not of clients elsewhere.
         engine: carries the messages to clients elsewhere, so that one worker is enough here, to judge states; None:
             clients are workers of this process.
         examples: how many training items all clients together hold, where they are not those found here.
@@ -161,7 +163,11 @@ def build(
     elsewhere = engine is not None
     if engine is None:
         engine = InProcessEngine(
-            [w.handle for w in workers], deadline=config.server.deadline, stragglers=config.server.stragglers, stop=stop
+            [w.handle for w in workers],
+            deadline=config.server.deadline,
+            stragglers=config.server.stragglers,
+            stop=stop,
+            heard=heard,
         )
     return Parts(base, hashed, task, workers, engine, server, agreement, recalls, elsewhere)
 
@@ -255,6 +261,11 @@ def run_id(config: RunConfig) -> str:
     decides = {k: v for k, v in deciding(config).items() if k not in ("machine", "name", "base")}
     decides["task"].pop("path")
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: those it was given by a scheduler or `taskset`, not all of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_device(device: str) -> None:

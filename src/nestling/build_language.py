@@ -110,9 +110,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _prefix(config: RunConfig, model: Any) -> Any:
     """What lies below the first adapted layer is the same for every state and method of this run. Without a window a
-    needle run is not given it: the cache of a long text is not a stream of ours there."""
-    adapter = config.adapter
-    if not isinstance(adapter, MemoryConfig | LoraConfig):
+    needle run is not given it: the cache of a long text is not a stream of ours there. Nor is a model whose body is not
+    layers and a norm by these names, such as Mamba's."""
+    adapter, body = config.adapter, model.base_model
+    if not isinstance(adapter, MemoryConfig | LoraConfig) or not (hasattr(body, "layers") and hasattr(body, "norm")):
         return None
     if not adapter.window and isinstance(config.task, NeedleConfig):
         return None

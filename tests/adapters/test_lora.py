@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from small import tiny_mamba
 from tolerance import assert_close
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -414,6 +415,23 @@ def test_what_is_refused_leaves_the_model_as_it_was(settings: dict, where: str, 
     assert [p.requires_grad for p in model.parameters()] == flags
     nestling.attach(model, LoraConfig(targets=("e", "k"), layers="1")).detach()
     assert objects(model) == before
+
+
+@pytest.mark.parametrize("name", ["x_proj", "dt_proj", "out_proj"])
+def test_of_mamba_what_is_read_without_a_call_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is read by MambaMixer without a call"):
+        nestling.attach(tiny_mamba(), LoraConfig(targets=("in_proj", name)))
+
+
+def test_on_mamba_the_forward_pass_is_the_definition() -> None:
+    model, ids = tiny_mamba(), torch.arange(12).view(2, 6)
+    adapter = nestling.attach(model, LoraConfig(rank=2, targets=("in_proj",), layers="1"))
+    adapter.load_vector(0.3 * torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(1)))
+    adapted, weights = model(ids, use_cache=False).logits, adapter.weights()
+    assert list(weights) == ["backbone.layers.1.mixer.in_proj.weight"]
+    adapter.detach()
+    assert not torch.allclose(adapted, model(ids, use_cache=False).logits, atol=1e-3)
+    assert_close(adapted, functional_call(model, weights, (ids,), {"use_cache": False}).logits)
 
 
 def test_layers_are_those_of_the_outermost_list() -> None:

@@ -220,8 +220,8 @@ def test_the_largest_seed_works_by_command(small: Path, capsys: pytest.CaptureFi
     assert load_config(Path(result["run_dir"]) / "config.toml").seed == 2**64 - 1
 
 
-def step(number: int) -> Progress:
-    return Progress("federating", number, 4, 0.5, 2, 3, 1000 * number, 1.5)
+def step(number: int, within: str = "") -> Progress:
+    return Progress("" if number or within else "federating", number, 4, 0.5, 2, 3, 1000 * number, 1.5, within)
 
 
 def test_progress_in_a_pipe_has_stable_keys_and_no_repetition(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +246,32 @@ def test_progress_on_a_terminal_is_one_bar(monkeypatch: pytest.MonkeyPatch, caps
     assert out == ""
     assert "━" * 12 in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", err)
     assert "round=2/4" in err
+
+
+def test_within_a_long_round_a_pipe_is_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("nestling.cli.run.time.monotonic", lambda: now[0])
+    with ProgressLine() as line:
+        for seconds, told in [(0, step(1)), (59, step(1, "1 of 4")), (61, step(1, "2 of 4")), (100, step(1, "3 of 4"))]:
+            now[0] = seconds
+            line.show(told)
+    out, _ = capsys.readouterr()
+    assert out.splitlines() == [str(step(1)), "2 of 4"]
+
+
+def test_within_a_round_the_terminal_still_shows_the_round_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with ProgressLine() as line:
+        line.show(step(2))
+        line.show(step(2, "round 3: 1 of 4 clients have answered"))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert re.search(r"round=2/4 .* seconds=1\.5  round 3: 1 of 4 clients have answered", shown)
 
 
 # What goes wrong outside the settings.

@@ -3,15 +3,17 @@
 import pytest
 import torch
 import transformers
-from small import tiny_llama
+from small import tiny_llama, tiny_mamba
+from tolerance import assert_close
 from torch import nn
 
 import nestling
 from nestling.config.schema import LatentConfig, LoraConfig, MemoryConfig
+from nestling.core.errors import ConfigError
 from nestling.inference.cache import new_cache
 from nestling.models.streams import StreamCache
 from nestling.models.window import use_window
-from nestling.tasks.text import continuing
+from nestling.tasks.text import continuing, token_losses
 
 IDS = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(0))
 
@@ -43,6 +45,18 @@ def test_lora_has_a_stream_only_with_a_window() -> None:
     adapter.detach()
     nestling.attach(model, LoraConfig())
     assert isinstance(new_cache(model), transformers.DynamicCache)
+
+
+def test_a_recurrent_model_has_none_and_no_stream_of_ours() -> None:
+    model, ids = tiny_mamba(), IDS % 64
+    assert new_cache(model) is None
+    with pytest.raises(ConfigError, match="MambaForCausalLM: does not read on from its state"):
+        nestling.Session(model).feed(ids[0])
+    with pytest.raises(ConfigError, match="cannot be fed in pieces"):
+        token_losses(model, ids, piece=20, new_cache=new_cache)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    losses = token_losses(model, ids, piece=29, new_cache=new_cache)
+    assert_close(losses.flatten(), torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none"))
 
 
 @pytest.mark.parametrize("config", [None, LatentConfig(dim=2), MemoryConfig(window=4, layers="1")], ids=str)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import tiny_mamba
 from torch import nn
 
 from nestling.core.errors import ConfigError
@@ -177,11 +178,13 @@ def naive(model: nn.Module, item) -> tuple[bool, bool, float]:
 
 @pytest.mark.parametrize("at_once", [(8192, 16), (900, 16), (8192, 1)])
 @pytest.mark.parametrize("length", [None, 470])
-def test_scoring_through_a_cache_equals_each_candidate_by_itself(at_once, length, monkeypatch) -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_scoring_of_a_batch_equals_each_candidate_by_itself(recurrent, at_once, length, monkeypatch) -> None:
     monkeypatch.setattr(recall, "TOKENS_AT_ONCE", at_once[0])
     monkeypatch.setattr(recall, "ITEMS_AT_ONCE", at_once[1])
-    model, made = tiny().train(), task(["mv", "uuid", "phrase"])
-    for row in made.evaluate(model, new_cache=new_cache, clients=[2, 0], length=length):
+    model, made = (tiny_mamba(256, initializer_range=0.3) if recurrent else tiny()).train(), task(["mv", "uuid"])
+    cache = (lambda model: None) if recurrent else new_cache
+    for row in made.evaluate(model, new_cache=cache, clients=[1, 0], length=length):
         items = made.held_out(row.client, length)
         wanted = [naive(model, item) for item in items]
         assert row.hits == [w[0] for w in wanted]

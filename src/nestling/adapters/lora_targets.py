@@ -94,13 +94,21 @@ def _refuse_what_cannot_be_adapted(targets: dict[str, Layer], model: nn.Module) 
             cause = f"is stored as {weight.dtype}" if weight is not None else "has no plain weight"
         elif len(names[id(weight)]) > 1:
             cause = f"shares its weight with {min(names[id(weight)] - {f'{name}.weight'}).rpartition('.')[0]}"
-        elif isinstance(modules[path], nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        elif _reads_weights(modules[path], name.rpartition(".")[2]):
             cause = f"is read by {type(modules[path]).__name__} without a call, so a change beside it would go unseen"
         elif isinstance(layer, nn.Conv2d) and not _is_plain(layer):
             cause = "has groups, dilation or a padding that is not of zeros, which PEFT's factors do not follow"
         else:
             continue
         raise ConfigError(cause, where=name, remedy="Leave it out of adapter.targets, or use the kind latent or full.")
+
+
+def _reads_weights(module: nn.Module, child: str) -> bool:
+    """Whether a module reads the weight of this child without calling it. Mamba's mixers call `in_proj` alone wherever
+    they run; the others are read by their CUDA kernels in training, and `dt_proj` everywhere."""
+    if "Mamba" in type(module).__name__:
+        return child != "in_proj"
+    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
 
 
 def _is_plain(conv: nn.Conv2d) -> bool:

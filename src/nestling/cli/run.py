@@ -1,11 +1,12 @@
 """`nestling run` and `nestling resume`: settings from the file and the flags, progress, and what came of it.
 
-Progress is one live bar on a terminal, and one line a round in a pipe.
+Progress is one live bar on a terminal; in a pipe it is one line a round, and within a long round one a minute.
 """
 
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -118,13 +119,16 @@ def show(result: "Result", *, as_json: bool) -> None:
 
 
 class ProgressLine:
-    """Shows a run's progress: redrawn in place on a terminal, otherwise a line for each round with stable keys."""
+    """Shows a run's progress: redrawn in place on a terminal, otherwise a line for each round with stable keys, and how
+    far a round is where nothing was said for `patience` seconds."""
+
+    patience = 60.0
 
     def __init__(self, *, quiet: bool = False, to_stderr: bool = False, label: str = "") -> None:
         self._console = Console(file=sys.stderr if to_stderr else sys.stdout)
         self._quiet, self._label = quiet, f"{label} " if label else ""
         self._live: Live | None = None
-        self._last = ""
+        self._last, self._round, self._said = "", "", time.monotonic()
 
     def __enter__(self) -> "ProgressLine":
         if self._console.is_terminal and not self._quiet:
@@ -142,13 +146,17 @@ class ProgressLine:
             return
         text = f"{self._label}{progress}"
         if self._live:
-            self._live.update(_bar(progress, text))
-        elif text != self._last:
+            beside = f"{self._round}  " if progress.within else ""  # the last round's line stays in sight
+            self._live.update(_bar(progress, beside + text))
+        elif text != self._last and not (progress.within and time.monotonic() - self._said < self.patience):
             try:
                 print(text, file=self._console.file, flush=True)
             except BrokenPipeError:  # nobody reads on: the run itself is worth finishing
                 self._quiet = True
+            self._said = time.monotonic()
         self._last = text
+        if not progress.within:
+            self._round = "" if progress.step else text
 
 
 def _bar(p: Progress, text: str) -> Text:

@@ -28,7 +28,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Told to the caller of `nestling.run` when a step begins (`round` is 0) or a round ends."""
+    """Told to the caller of `nestling.run` when a step begins, which `step` names, when a client of a round has
+    answered (`within` says how many have), and when a round ends: then both are empty. `round` is the last that ended.
+    """
 
     step: str
     round: int
@@ -38,15 +40,16 @@ class Progress:
     asked: int
     bytes_so_far: int
     seconds: float
+    within: str = ""
 
     def __str__(self) -> str:
-        """One line with stable keys, or the step where no round has ended.
+        """What is being done, or of a round that has ended one line with stable keys.
 
-        >>> print(Progress("federating", 1, 10, 0.5, 3, 4, 1024, 2.5))
+        >>> print(Progress("", 1, 10, 0.5, 3, 4, 1024, 2.5))
         round=1/10 clients=3/4 accuracy=0.5000 bytes=1024 seconds=2.5
         """
-        if not self.round:
-            return self.step
+        if self.step or self.within:
+            return self.step or self.within
         return (
             f"round={self.round}/{self.rounds} clients={self.accepted}/{self.asked} accuracy={self.accuracy:.4f} "
             f"bytes={self.bytes_so_far} seconds={self.seconds:.1f}"

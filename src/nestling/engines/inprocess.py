@@ -7,7 +7,7 @@ waited for, which takes them a batch; those that have not begun never do.
 """
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
 from threading import Event
@@ -25,6 +25,7 @@ class InProcessEngine:
         stragglers: so many clients are not waited for once the others have replied.
         stop: set when those at work should give up, and clear again before the next exchange, unless it is set because
             of an interrupt: that is passed on, and waits for the clients that have begun.
+        heard: told how many have answered, of how many, each time a client has.
 
     >>> engine = InProcessEngine([lambda client, message: message.upper()])
     >>> engine.exchange({3: b"hello"})
@@ -38,8 +39,9 @@ class InProcessEngine:
         deadline: float = 0.0,
         stragglers: int = 0,
         stop: Event | None = None,
+        heard: Callable[[int, int], object] = lambda answered, asked: None,
     ) -> None:
-        self._count, self._stop = len(handlers), stop or Event()
+        self._count, self._stop, self._heard = len(handlers), stop or Event(), heard
         self._deadline, self._stragglers = deadline or None, stragglers
         self._free: SimpleQueue[Handler] = SimpleQueue()
         for handler in handlers:
@@ -66,7 +68,8 @@ class InProcessEngine:
         """Wait. Returns why some are not waited for, or "" when all have answered."""
         enough, replies = len(futures) - self._stragglers if self._stragglers else -1, 0
         try:
-            for future in as_completed(futures, timeout=self._deadline):
+            for answered, future in enumerate(as_completed(futures, timeout=self._deadline), 1):
+                self._heard(answered, len(futures))
                 replies += not isinstance(future.result(), Failure)
                 if replies == enough:
                     return f"was slower than the {replies} that were enough"

@@ -9,7 +9,9 @@ from nestling.models.window import reader_of
 
 
 def new_cache(model: nn.Module) -> Any:
-    """An empty cache for one batch of streams through `model`, for `model(ids, past_key_values=…)` and `generate()`.
+    """An empty cache for one batch of streams through `model`, for `model(ids, past_key_values=…)` and `generate()`; or
+    None for a recurrent model such as Mamba, which in transformers reads on from its state by single tokens only: of
+    more at once, the state would be silently left out.
 
     Args:
         model: a causal language model of transformers; with a window or a memory on it the cache is a `StreamCache`,
@@ -25,4 +27,5 @@ def new_cache(model: nn.Module) -> Any:
         return StreamCache(len(reader.layers), window=reader.window, sinks=reader.sinks)
     from transformers import DynamicCache
 
-    return DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
+    return cache if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers) else None

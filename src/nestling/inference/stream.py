@@ -203,6 +203,12 @@ class Session(Private):
         reader = reader_of(self.model)
         if self._cache is None:
             self._cache, self._reader = new_cache(self.model), reader
+            if self._cache is None:
+                raise ConfigError(
+                    "does not read on from its state, which transformers drops, and so holds no stream",
+                    where=type(self.model).__name__,
+                    remedy="Give a model with attention, or use model.generate().",
+                )
         elif reader is not self._reader:
             raise ConfigError(
                 "carries another adapter than when the stream began", where="model", remedy="Reset the session."

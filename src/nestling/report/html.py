@@ -99,7 +99,10 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 def _split(result: Result) -> str:
     if result.recalls:
         return "a subject area each" if of_questions(result) else "a kind of fact each"
-    return "equal shares" if result.alpha is None else f"Dirichlet, α = {result.alpha:g}"
+    if result.alpha is not None:
+        return f"Dirichlet, α = {result.alpha:g}"
+    whole = result.task.endswith(("whole articles", "whole works"))
+    return "no article with two clients" if whole else "equal shares"
 
 
 def _recalls(run: RunRecord) -> dict[str, Any]:

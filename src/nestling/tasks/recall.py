@@ -228,7 +228,7 @@ class NeedleTask:
 
         Args:
             model: a causal language model of transformers; set to evaluation.
-            new_cache: makes the empty cache of one batch of prompts.
+            new_cache: makes the empty cache of one batch of prompts, or None for a model that can do without only.
             clients: whose items; None for all clients.
             length: of the items; None for the task's own.
             read: how tokens are read after those in a cache; None: by a plain forward pass.
@@ -277,15 +277,18 @@ class NeedleTask:
         """float64[items, 3]: exact, chosen, and summed loss of the answer, of items with prompts of one length."""
         prompts = torch.tensor([item.prompt for item in items], device=self.device)
         key = prompts.cpu().numpy().tobytes()
-        logits = read_on(model, prompts, cache, 1, key=key).repeat_interleave(4, 0)
         texts = [candidate for item in items for candidate in item.candidates]
         lengths = torch.tensor([len(text) for text in texts], device=self.device)
-        longest = int(lengths.max())
+        longest = int(lengths.max())  # what comes after a text's end is masked below, and seen by nothing
         ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
-        if longest > 1:
-            cache.batch_repeat_interleave(4)  # what comes after a text's end is masked below, and seen by nothing
-            key += ids.cpu().numpy().tobytes()
-            logits = torch.cat([logits, read_on(model, ids[:, :-1], cache, 0, key=key)], 1)
+        if cache is not None:
+            logits = read_on(model, prompts, cache, 1, key=key).repeat_interleave(4, 0)
+            if longest > 1:
+                cache.batch_repeat_interleave(4)
+                key += ids.cpu().numpy().tobytes()
+                logits = torch.cat([logits, read_on(model, ids[:, :-1], cache, 0, key=key)], 1)
+        else:  # each text is read from its beginning
+            logits = _read_all(model, torch.cat([prompts.repeat_interleave(4, 0), ids[:, :-1]], 1), longest)
         logits = logits.float()
         inside = torch.arange(longest, device=self.device) < lengths[:, None]
         token_losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)

@@ -116,12 +116,12 @@ def token_losses(
         model: a causal language model of transformers; set to evaluation.
         ids: token streams, on the model's device.
         piece: tokens of each forward pass; the losses do not depend on it.
-        new_cache: makes the empty cache of one pass over the streams.
+        new_cache: makes the empty cache of one pass over the streams; None for a model that has none to give.
 
     Returns:
         The loss of tokens 2 … t, float32[b, t − 1].
 
-    Raises `ConfigError` for fewer than two tokens or a piece below 1.
+    Raises `ConfigError` for fewer than two tokens, a piece below 1, or a model that cannot be fed in pieces.
     """
     if ids.shape[1] < 2 or piece < 1:
         raise ConfigError(
@@ -130,7 +130,8 @@ def token_losses(
             remedy="Give 2 tokens and pieces of 1 or more.",
         )
     model.eval()
-    cache = new_cache(model)
+    if (cache := new_cache(model)) is None and piece < ids.shape[1] - 1:
+        raise ConfigError("cannot be fed in pieces", where="model", remedy="Give a model with attention.")
     losses: list[Tensor] = []
     for part, targets in zip(ids[:, :-1].split(piece, 1), ids[:, 1:].split(piece, 1), strict=True):
         hidden = model.base_model(part, **continuing(model.base_model, cache)).last_hidden_state
