@@ -188,36 +188,40 @@ def row_of(label: str, results: list[Result]) -> Row:
 
 
 def draw(rows: list[Row], references: list[Row]) -> None:
-    """Accuracy against the bytes of one message up, with the intervals; the reference rows as lines."""
+    """Accuracy against the bytes of one message up, with the intervals; the reference rows as lines. What falls below
+    the frozen base stands at the lower edge, with its accuracy beside it."""
+    lines = {row.label: row.accuracy for row in references if row.accuracy is not None and "local" not in row.label}
+    floor = min(lines.values()) - 0.02
+    ordered = sorted(rows, key=lambda row: (row.payload_up or 0, row.label))
     with mpl.rc_context({"svg.hashsalt": "nestling", "font.size": 9, "svg.fonttype": "none"}):
         figure = Figure(figsize=(10, 6.4), layout="constrained")
         axes = FigureCanvasAgg(figure).figure.add_subplot()
         axes.set(xscale="log", xlabel="bytes that a client sends in one round", ylabel="accuracy on test items, %")
         sizes = [row.payload_up or 1 for row in rows]
-        axes.set_xlim(min(sizes) / 2, max(sizes) * 2)
-        for index, row in enumerate(sorted(rows, key=lambda row: (row.payload_up or 0, row.label)), 1):
+        axes.set(xlim=(min(sizes) / 2, max(sizes) * 2), ylim=(100 * floor, 100 * max(lines.values()) + 1))
+        placed: list[tuple[float, float]] = []
+        for index, row in enumerate(ordered, 1):
             assert row.accuracy is not None
             assert row.interval is not None
-            low, high = row.interval
+            size, (low, high) = row.payload_up or 1, row.interval
             family = next((i for i, key in enumerate(("FLITE", "FedAvg")) if row.label.startswith(key)), 2)
-            axes.errorbar(
-                row.payload_up or 0,
-                100 * row.accuracy,
-                yerr=[[100 * (row.accuracy - low)], [100 * (high - row.accuracy)]],
-                fmt="os^"[family],
-                color=("#0b6e4f", "#8f2d56", "#33658a")[family],
-                elinewidth=0.8,
-                markersize=5,
-                label=f"{index}  {row.label}",
-            )
+            color, below = ("#0b6e4f", "#8f2d56", "#33658a")[family], row.accuracy < floor
+            height = floor + 0.004 if below else row.accuracy
+            if not below:
+                axes.plot([size, size], [100 * low, 100 * high], color=color, linewidth=0.8, alpha=0.35)
+            marker = "v" if below else "os^"[family]
+            axes.plot(size, 100 * height, marker, color=color, markersize=5, label=f"{index}  {row.label}")
+            # A number whose neighbour stands there already goes below its point.
+            crowded = any(0.8 < size / x < 1.25 and abs(height - y) < 0.004 for x, y in placed)
+            text = f"{index} ({100 * row.accuracy:.0f} %)" if below else str(index)
             axes.annotate(
-                str(index), (row.payload_up or 1, 100 * row.accuracy), (4, 4), textcoords="offset points", fontsize=8
+                text, (size, 100 * height), (4, -11 if crowded else 4), textcoords="offset points", fontsize=8
             )
-        for row in references:
-            if row.accuracy is not None and "local" not in row.label:
-                axes.axhline(100 * row.accuracy, color="#999999", linewidth=0.8, linestyle=":")
-                axes.annotate(row.label, (0.005, 100 * row.accuracy), (0, 2), xycoords=("axes fraction", "data"),
-                              textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+            placed.append((size, height))
+        for label, accuracy in lines.items():
+            axes.axhline(100 * accuracy, color="#999999", linewidth=0.8, linestyle=":")
+            axes.annotate(label, (0.995, 100 * accuracy), (0, 2), xycoords=("axes fraction", "data"), ha="right",
+                          textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
         axes.grid(axis="y", linewidth=0.3)
         figure.legend(loc="outside right upper", fontsize=8, frameon=False)
         save_figure(figure, FIGURE)

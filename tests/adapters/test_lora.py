@@ -423,6 +423,17 @@ def test_of_mamba_what_is_read_without_a_call_is_refused(name: str) -> None:
         nestling.attach(tiny_mamba(), LoraConfig(targets=("in_proj", name)))
 
 
+def test_mixers_of_other_names_are_known_and_what_lies_beside_them_is_not() -> None:
+    from transformers import BambaConfig, BambaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "mamba_n_heads": 2, "mamba_d_head": 16}
+    bamba = BambaForCausalLM(BambaConfig(**sizes, **heads, mamba_n_groups=1, mamba_d_state=4))
+    with pytest.raises(ConfigError, match="is read by BambaMixer without a call"):
+        nestling.attach(bamba, LoraConfig(targets=("mamba.out_proj",)))
+    nestling.attach(tiny_mamba(tie_word_embeddings=False), LoraConfig(targets=("lm_head",)))
+
+
 def test_on_mamba_the_forward_pass_is_the_definition() -> None:
     model, ids = tiny_mamba(), torch.arange(12).view(2, 6)
     adapter = nestling.attach(model, LoraConfig(rank=2, targets=("in_proj",), layers="1"))

@@ -267,11 +267,11 @@ def test_within_a_round_the_terminal_still_shows_the_round_before(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "160")
-    with ProgressLine() as line:
+    with ProgressLine(label="seed 0:") as line:
         line.show(step(2))
         line.show(step(2, "round 3: 1 of 4 clients have answered"))
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
-    assert re.search(r"round=2/4 .* seconds=1\.5  round 3: 1 of 4 clients have answered", shown)
+    assert re.search(r"seed 0: round=2/4 .* seconds=1\.5  round 3: 1 of 4 clients have answered", shown)
 
 
 # What goes wrong outside the settings.

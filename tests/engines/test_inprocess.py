@@ -190,6 +190,23 @@ def test_a_reply_that_was_ready_when_the_others_were_stopped_still_counts() -> N
     assert not stop.is_set()
 
 
+@pytest.mark.parametrize("deadline", [0.0, 30.0])
+def test_an_error_of_who_listens_is_no_clients_deadline(deadline: float) -> None:
+    def heard(answered: int, asked: int) -> None:
+        raise TimeoutError("of a tracker somewhere")
+
+    engine = InProcessEngine([lambda client, message: message], deadline=deadline, heard=heard)
+    with pytest.raises(TimeoutError, match="of a tracker"):
+        engine.exchange({0: b"a", 1: b"b"})
+
+
+def test_it_is_told_how_many_have_answered() -> None:
+    told: list[tuple[int, int]] = []
+    engine = InProcessEngine([lambda c, m: m] * 2, heard=lambda answered, asked: told.append((answered, asked)))
+    engine.exchange({0: b"a", 1: b"b", 2: b"c"})
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_it_is_an_engine() -> None:
     engine: Engine = InProcessEngine([echo])
     assert callable(engine.exchange)

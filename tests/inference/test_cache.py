@@ -50,8 +50,8 @@ def test_lora_has_a_stream_only_with_a_window() -> None:
 def test_a_recurrent_model_has_none_and_no_stream_of_ours() -> None:
     model, ids = tiny_mamba(), IDS % 64
     assert new_cache(model) is None
-    with pytest.raises(ConfigError, match="MambaForCausalLM: does not read on from its state"):
-        nestling.Session(model).feed(ids[0])
+    with pytest.raises(ConfigError, match="MambaForCausalLM: has a recurrent state"):
+        nestling.Session(model)
     with pytest.raises(ConfigError, match="cannot be fed in pieces"):
         token_losses(model, ids, piece=20, new_cache=new_cache)
     logits = model(ids).logits[:, :-1].flatten(0, 1)

@@ -104,9 +104,10 @@ def _refuse_what_cannot_be_adapted(targets: dict[str, Layer], model: nn.Module) 
 
 
 def _reads_weights(module: nn.Module, child: str) -> bool:
-    """Whether a module reads the weight of this child without calling it. Mamba's mixers call `in_proj` alone wherever
-    they run; the others are read by their CUDA kernels in training, and `dt_proj` everywhere."""
-    if "Mamba" in type(module).__name__:
+    """Whether a module reads the weight of this child without calling it. Mixers as Mamba's, whatever their model is
+    called, call `in_proj` alone wherever they run: the others are read by CUDA kernels in training, and Mamba's
+    `dt_proj` everywhere."""
+    if all(hasattr(module, name) for name in ("A_log", "conv1d", "in_proj")):
         return child != "in_proj"
     return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
 

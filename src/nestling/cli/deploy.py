@@ -217,7 +217,7 @@ Keys = (
 
 def keys(args: Sequence[str]) -> int:
     """`nestling keys new|add|list|revoke`."""
-    command: object = tyro.cli(Keys, args=list(args), prog="nestling keys")  # type: ignore[call-overload]
+    command: object = tyro.cli(Keys, args=list(args), prog="nestling keys")
     from nestling.engines import flower_compat
 
     flower_compat.require()  # it brings what makes keys

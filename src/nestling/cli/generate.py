@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tyro
 
@@ -65,7 +65,7 @@ def generate(args: Sequence[str]) -> int:
     model, tokenizer = _load(command, place)
     with Session(model, tokenizer) as session:
         began = time.perf_counter()
-        for chunk in _chunks(sys.stdin.buffer) if command.stdin else ():
+        for chunk in _chunks(cast(io.BufferedIOBase, sys.stdin.buffer)) if command.stdin else ():
             session.feed(chunk)
         pieces = session.stream(
             command.prompt,

@@ -1,6 +1,7 @@
 """`nestling run` and `nestling resume`: settings from the file and the flags, progress, and what came of it.
 
-Progress is one live bar on a terminal; in a pipe it is one line a round, and within a long round one a minute.
+Progress is one live bar on a terminal; in a pipe it is one line a round, and within a long round one a
+minute at most, when a client has answered.
 """
 
 import dataclasses
@@ -120,7 +121,7 @@ def show(result: "Result", *, as_json: bool) -> None:
 
 class ProgressLine:
     """Shows a run's progress: redrawn in place on a terminal, otherwise a line for each round with stable keys, and how
-    far a round is where nothing was said for `patience` seconds."""
+    far a round is when a client has answered and nothing was said for `patience` seconds."""
 
     patience = 60.0
 
@@ -146,8 +147,8 @@ class ProgressLine:
             return
         text = f"{self._label}{progress}"
         if self._live:
-            beside = f"{self._round}  " if progress.within else ""  # the last round's line stays in sight
-            self._live.update(_bar(progress, beside + text))
+            beside = f"{self._round}  {progress}" if progress.within and self._round else text
+            self._live.update(_bar(progress, beside))  # the last round's line stays in sight
         elif text != self._last and not (progress.within and time.monotonic() - self._said < self.patience):
             try:
                 print(text, file=self._console.file, flush=True)

@@ -105,7 +105,7 @@ def is_good(folder: Path, hosts: Sequence[str]) -> bool:
     except (ValueError, TypeError, InvalidSignature):
         return False
     lasts = certificate.not_valid_after_utc > datetime.datetime.now(datetime.UTC) + RENEW
-    return lasts and certificate.public_key() == key.public_key()
+    return lasts and bool(certificate.public_key() == key.public_key())
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
@@ -149,4 +149,5 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    pem: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return pem

@@ -20,7 +20,7 @@ from nestling.core.errors import ConfigError, RunError
 from nestling.core.files import make_folder, write_atomic
 from nestling.runs.files import from_json, printable, read_file, to_json
 
-Settings = TypeVar("Settings", "SiteSettings", "FedSettings")
+Settings = TypeVar("Settings", bound="SiteSettings | FedSettings")
 
 SITE, FED = "site.json", "fed.json"
 LONGEST_SOCKET = 100

@@ -9,7 +9,6 @@ without authentication there is only the site's word.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nestling.core.errors import ContextError, RunError, WireError
 from nestling.core.types import Failure
@@ -136,8 +135,9 @@ def _greet(
         note(f"sending the base to {len(needed)} sites, piece {min(needed.values(), default=0) + 1} of {hello.pieces}")
         sent = engine.exchange({n: to_piece(base, piece) for n, piece in needed.items()}, kind=BASE)
         said |= {n: _read(answer) for n, answer in sent.items()}
-    never: Any = {n: Failure("hello", "has the base and is not ready") for n, a in said.items() if _unready(a)}
-    return said | never
+    for n in [n for n, answer in said.items() if _unready(answer)]:
+        said[n] = Failure("hello", "has the base and is not ready")
+    return said
 
 
 def _unready(answer: Ready | Failure) -> bool:

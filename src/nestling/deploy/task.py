@@ -7,7 +7,6 @@ anything else                     refused: a run of ours needs none
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from nestling.engines import flower_compat as compat
@@ -28,13 +27,13 @@ def main() -> None:
         sys.exit(f"nestling: {name} is not started here: a run brings settings, and no code")
 
 
-def _client_app() -> Callable[..., Any]:
+def _client_app() -> Any:
     from nestling.deploy.app import client_app
 
     return client_app
 
 
-def _server_app() -> Callable[..., Any]:
+def _server_app() -> Any:
     from nestling.deploy.app import server_app
 
     return server_app

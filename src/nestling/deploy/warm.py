@@ -275,7 +275,8 @@ def outcome(answer: Callable[[str, bytes], bytes], kind: str, body: bytes) -> by
         sys.stderr.flush()
         code = getattr(error, "code", "")
         if not code:
-            code = {ConfigError: "config", ContextError: "context"}.get(type(error), "client_error")
+            kinds: dict[type, str] = {ConfigError: "config", ContextError: "context"}
+            code = kinds.get(type(error), "client_error")
         told = str(error)
         if code == "client_error" or "/" in told:
             told = f"raised {type(error).__name__}; see worker.log at the site"

@@ -61,7 +61,8 @@ def from_record(content: RecordDict) -> bytes | Failure:
     if isinstance(record, ConfigRecord):
         values = dict(record)
         if set(values) == {KIND, BODY} and isinstance(values[BODY], bytes):
-            return values[BODY]
+            body: bytes = values[BODY]
+            return body
         refused = set(values) == {CODE, DETAIL} and all(isinstance(value, str) for value in values.values())
         if refused and _STABLE.fullmatch(values[CODE]):
             return Failure(values[CODE], _plain(values[DETAIL]))

@@ -25,7 +25,7 @@ class InProcessEngine:
         stragglers: so many clients are not waited for once the others have replied.
         stop: set when those at work should give up, and clear again before the next exchange, unless it is set because
             of an interrupt: that is passed on, and waits for the clients that have begun.
-        heard: told how many have answered, of how many, each time a client has.
+        heard: told how many have answered, of how many, each time a client has, in the caller's thread.
 
     >>> engine = InProcessEngine([lambda client, message: message.upper()])
     >>> engine.exchange({3: b"hello"})
@@ -67,14 +67,16 @@ class InProcessEngine:
     def _until_over(self, futures: Sequence[Future[bytes | Failure]]) -> str:
         """Wait. Returns why some are not waited for, or "" when all have answered."""
         enough, replies = len(futures) - self._stragglers if self._stragglers else -1, 0
-        try:
-            for answered, future in enumerate(as_completed(futures, timeout=self._deadline), 1):
-                self._heard(answered, len(futures))
-                replies += not isinstance(future.result(), Failure)
-                if replies == enough:
-                    return f"was slower than the {replies} that were enough"
-        except TimeoutError:
-            return f"did not answer within {self._deadline:g} s"
+        finished = as_completed(futures, timeout=self._deadline)
+        for answered in range(1, len(futures) + 1):
+            try:
+                future = next(finished)
+            except TimeoutError:
+                return f"did not answer within {self._deadline:g} s"
+            self._heard(answered, len(futures))  # outside: an error of the listener is not a client's
+            replies += not isinstance(future.result(), Failure)
+            if replies == enough:
+                return f"was slower than the {replies} that were enough"
         return ""
 
     def _call(self, client: int, message: bytes) -> bytes | Failure:

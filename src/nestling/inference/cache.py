@@ -10,8 +10,8 @@ from nestling.models.window import reader_of
 
 def new_cache(model: nn.Module) -> Any:
     """An empty cache for one batch of streams through `model`, for `model(ids, past_key_values=…)` and `generate()`; or
-    None for a recurrent model such as Mamba, which in transformers reads on from its state by single tokens only: of
-    more at once, the state would be silently left out.
+    None for a model with a recurrent state. Several of those (Mamba, FalconMamba, Jamba and Bamba in transformers 5.24)
+    silently drop it where they are given more than one further token, and none can be repeated for several answers.
 
     Args:
         model: a causal language model of transformers; with a window or a memory on it the cache is a `StreamCache`,
@@ -28,4 +28,4 @@ def new_cache(model: nn.Module) -> Any:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    return cache if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers) else None
+    return None if any(hasattr(layer, "recurrent_states") for layer in cache.layers) else cache

@@ -38,8 +38,8 @@ class Session(Private):
             reads too, but what it holds grows with every token.
         tokenizer: its tokenizer; without one the session takes and gives ids.
 
-    Raises `PrivateStateError` where it is copied or pickled. An error in the midst of a forward pass, an interrupt
-    included, leaves half a stream: the session is then reset.
+    Raises `ConfigError` for a model with a recurrent state, `PrivateStateError` where it is copied or pickled. An error
+    in the midst of a forward pass, an interrupt included, leaves half a stream: the session is then reset.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from nestling.models.window import use_window
@@ -56,6 +56,12 @@ class Session(Private):
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        if new_cache(model) is None:
+            raise ConfigError(
+                "has a recurrent state, of which no stream is made here",
+                where=type(model).__name__,
+                remedy="Give a model with attention alone.",
+            )
         self.model, self.tokenizer = model, tokenizer
         with _LOCKS_LOCK:
             self._lock = _LOCKS.setdefault(model, threading.RLock())
@@ -203,12 +209,6 @@ class Session(Private):
         reader = reader_of(self.model)
         if self._cache is None:
             self._cache, self._reader = new_cache(self.model), reader
-            if self._cache is None:
-                raise ConfigError(
-                    "does not read on from its state, which transformers drops, and so holds no stream",
-                    where=type(self.model).__name__,
-                    remedy="Give a model with attention, or use model.generate().",
-                )
         elif reader is not self._reader:
             raise ConfigError(
                 "carries another adapter than when the stream began", where="model", remedy="Reset the session."

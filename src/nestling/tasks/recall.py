@@ -258,7 +258,8 @@ class NeedleTask:
         for index, item in enumerate(items):
             by_length.setdefault(len(item.prompt), []).append(index)
         for prompt_length, indices in by_length.items():  # prompts of one length need no padding
-            size = max(1, min(ITEMS_AT_ONCE, TOKENS_AT_ONCE // prompt_length))
+            times = 4 if new_cache(model) is None else 1  # how often each prompt is read
+            size = max(1, min(ITEMS_AT_ONCE, TOKENS_AT_ONCE // (times * prompt_length)))
             for start in range(0, len(indices), size):
                 before_batch()
                 some = indices[start : start + size]

@@ -131,7 +131,7 @@ def token_losses(
         )
     model.eval()
     if (cache := new_cache(model)) is None and piece < ids.shape[1] - 1:
-        raise ConfigError("cannot be fed in pieces", where="model", remedy="Give a model with attention.")
+        raise ConfigError("cannot be fed in pieces", where="model", remedy="Give a model with attention alone.")
     losses: list[Tensor] = []
     for part, targets in zip(ids[:, :-1].split(piece, 1), ids[:, 1:].split(piece, 1), strict=True):
         hidden = model.base_model(part, **continuing(model.base_model, cache)).last_hidden_state
