@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def draw(rows: list[Row], references: list[Row]) -> None:
         axes.set(xscale="log", xlabel="bytes that a client sends in one round", ylabel="accuracy on test items, %")
         sizes = [row.payload_up or 1 for row in rows]
         axes.set(xlim=(min(sizes) / 2, max(sizes) * 2), ylim=(100 * floor, 100 * max(lines.values()) + 1))
-        placed: list[tuple[float, float]] = []
+        named: list[tuple[float, float, str]] = []
         for index, row in enumerate(ordered, 1):
             assert row.accuracy is not None
             assert row.interval is not None
@@ -211,17 +212,18 @@ def draw(rows: list[Row], references: list[Row]) -> None:
                 axes.plot([size, size], [100 * low, 100 * high], color=color, linewidth=0.8, alpha=0.35)
             marker = "v" if below else "os^"[family]
             axes.plot(size, 100 * height, marker, color=color, markersize=5, label=f"{index}  {row.label}")
-            # A number whose neighbour stands there already goes below its point.
-            crowded = any(0.8 < size / x < 1.25 and abs(height - y) < 0.004 for x, y in placed)
-            text = f"{index} ({100 * row.accuracy:.0f} %)" if below else str(index)
-            axes.annotate(
-                text, (size, 100 * height), (4, -11 if crowded else 4), textcoords="offset points", fontsize=8
-            )
-            placed.append((size, height))
+            named.append((size, height, f"{index} ({100 * row.accuracy:.0f} %)" if below else str(index)))
+        column, lowest = 0, 0.0
+        for size, height, text in sorted(named, key=lambda one: (round(25 * log10(one[0])), -one[1])):
+            # Numbers of points above each other (sizes within 10 %) stand below each other.
+            lowest = min(height, lowest - 0.0035) if round(25 * log10(size)) == column else height
+            column = round(25 * log10(size))
+            axes.annotate(text, (size, 100 * lowest), (6, -3), textcoords="offset points", fontsize=8)
         for label, accuracy in lines.items():
             axes.axhline(100 * accuracy, color="#999999", linewidth=0.8, linestyle=":")
-            axes.annotate(label, (0.995, 100 * accuracy), (0, 2), xycoords=("axes fraction", "data"), ha="right",
-                          textcoords="offset points", fontsize=8, color="#666666")  # fmt: skip
+            axes.annotate(label, (0.005, 100 * accuracy), (0, -3), xycoords=("axes fraction", "data"), fontsize=8,
+                          textcoords="offset points", color="#666666",
+                          bbox={"color": "white", "pad": 1})  # fmt: skip
         axes.grid(axis="y", linewidth=0.3)
         figure.legend(loc="outside right upper", fontsize=8, frameon=False)
         save_figure(figure, FIGURE)
