@@ -6,6 +6,8 @@
 R turns a query, which is rotated to its own position t, back to where the first tokens stand right before the window
 (StreamingLLM, arXiv 2309.17453, gives tokens their places in the cache; this is the same for whole pieces at once).
 Positions are float32: angles within a window are off by 0.01 rad at 100,000 tokens, and by 0.06 at a million.
+`attend` takes pieces of any length and says what is meant; `attend_one` takes the single tokens of which a text is
+generated: the keys of the first tokens are turned, not the query, so that one product serves both kinds of key.
 """
 
 from dataclasses import dataclass
@@ -64,7 +66,7 @@ def attend(
     if sinks:
         position = held.count[:, None] + torch.arange(tokens, device=q.device)
         capped = position.clamp(max=window + sinks - 1) - position  # how far to turn a query back, ≤ 0
-        far = F.pad(_turn(q, capped, inverse_frequencies), (0, 0, 0, 0, 0, spare))
+        far = F.pad(_turn(q, *_angles(capped, inverse_frequencies, wide)), (0, 0, 0, 0, 0, spare))
         far = far.view(batch, blocks, block, groups, heads // groups, size).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
         to_first = (far @ first.keys.permute(0, 2, 3, 1)[:, :, None]).to(wide) * scale
         outside = torch.arange(sinks, device=q.device) <= F.pad(position, (0, spare))[..., None] - window
@@ -79,6 +81,60 @@ def attend(
     if stream is not None:
         stream.keep(k, v, first, lengths)
     return out[:, :tokens]
+
+
+@dataclass(frozen=True)
+class Next:
+    """What all layers share that read one further token of each row, after `count` [B] of them; see `next_token`."""
+
+    cos: Float[Tensor, "b 1 1 d"]
+    sin: Float[Tensor, "b 1 1 d"]
+    """How far the keys of the first tokens are turned."""
+    first: Tensor | None
+    """bool [B, sinks, 1, 1]: which of the first tokens the new one is; None if it is none in any row."""
+    sight: Tensor
+    """bool [B, 1, 1, sinks + window]: which keys the new token sees."""
+
+
+def next_token(
+    count: Int64[Tensor, " b"], *, window: int, sinks: int, inverse_frequencies: Tensor, dtype: torch.dtype
+) -> Next:
+    """What `attend_one` needs of a token that follows `count` others; `dtype` is that of keys."""
+    held = torch.arange(window, device=count.device) >= window - 1 - count[:, None]
+    index = torch.arange(sinks, device=count.device)
+    outside = index <= count[:, None] - window
+    further = count - count.clamp(max=window + sinks - 1)
+    first = index == count[:, None]
+    return Next(
+        *_angles(further[:, None], inverse_frequencies, torch.promote_types(dtype, torch.float32)),
+        first=first[..., None, None] if bool(first.any()) else None,
+        sight=torch.cat([outside, held], 1)[:, None, None],
+    )
+
+
+def attend_one(
+    q: Float[Tensor, "b 1 hq d"],
+    k: Float[Tensor, "b 1 h d"],
+    v: Float[Tensor, "b 1 h d"],
+    *,
+    after: Next,
+    scale: float,
+    stream: StreamLayer,
+) -> Float[Tensor, "b 1 hq d"]:
+    """`attend` for one token of each row, which follows those in `stream`."""
+    held = stream.held(k, v)
+    keys, values = torch.cat([held.keys[:, 1:], k], 1), torch.cat([held.values[:, 1:], v], 1)
+    first_keys, first_values = held.first_keys, held.first_values
+    if after.first is not None:
+        first_keys = torch.where(after.first, k, first_keys)
+        first_values = torch.where(after.first, v, first_values)
+    seen = torch.cat([_turn(first_keys, after.cos, after.sin), keys], 1).transpose(1, 2)
+    told = torch.cat([first_values, values], 1).transpose(1, 2)
+    queries = q.reshape(len(q), k.shape[2], -1, q.shape[-1])  # the query heads of a key head, as if they were tokens
+    out = F.scaled_dot_product_attention(queries, seen, told, attn_mask=after.sight, scale=scale)
+    stream.keys, stream.values, stream.count = keys, values, held.count + 1
+    stream.first = first_keys, first_values
+    return out.reshape(q.shape)
 
 
 def _in_sight(count: Int64[Tensor, " b"], block: int, blocks: int, window: int) -> Tensor:
@@ -114,10 +170,15 @@ def _first_tokens(held: Held, k: Tensor, sinks: int) -> _First:
     )
 
 
-def _turn(x: Float[Tensor, "b t h d"], by: Int64[Tensor, "b t"], inverse_frequencies: Tensor) -> Tensor:
-    """x rotated by further positions, in the halves convention of the Llama family; computed in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    angle = by[..., None].to(wide.dtype) * inverse_frequencies.to(wide.dtype)
+def _angles(by: Int64[Tensor, "b t"], inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of a turn by so many positions, [B, T, 1, d] each."""
+    angle = by[..., None].to(dtype) * inverse_frequencies.to(dtype)
     angle = torch.cat([angle, angle], -1)[:, :, None]
+    return angle.cos(), angle.sin()
+
+
+def _turn(x: Float[Tensor, "b t h d"], cos: Tensor, sin: Tensor) -> Tensor:
+    """x rotated further, in the halves convention of the Llama family; computed in float32 or wider."""
+    wide = x.to(cos.dtype)
     left, right = wide.chunk(2, -1)
-    return (wide * angle.cos() + torch.cat([-right, left], -1) * angle.sin()).to(x.dtype)
+    return (wide * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

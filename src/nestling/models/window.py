@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.core.errors import ConfigError, ContextError
-from nestling.models.attend import attend
+from nestling.models.attend import Next, attend, attend_one, next_token
 from nestling.models.padding import Rows, positions, rows_of
 from nestling.models.streams import StreamCache, StreamLayer, cache_argument
 
@@ -89,6 +89,8 @@ class Reader:
         self.rows: Rows | None = None
         self.ids: Tensor | None = None
         """The tokens of the pass."""
+        self.after: Next | None = None
+        """What the layers of a pass over one further token share."""
         self.embedded: Tensor | None = None
         """Of which tokens the embeddings are that the next pass is given, where that is known; for that pass alone."""
         self._own = body.config
@@ -122,7 +124,7 @@ class Reader:
 
     def forget(self) -> None:
         """Nothing of the last pass is left here. A pass does this itself, unless an interrupt ends it."""
-        self.stream = self.rows = self.ids = None
+        self.stream = self.rows = self.ids = self.after = None
         for attention in self.layers:
             attention.nestling.kept.clear()  # type: ignore[union-attr, operator]
 
@@ -259,7 +261,7 @@ class _Begin:
         if stream is not None:
             stream.reading = True
         reader.ids = reader.embedded if kwargs.get("input_ids") is None else kwargs["input_ids"]
-        reader.stream, reader.rows = stream, rows
+        reader.stream, reader.rows, reader.after = stream, rows, None
         return (), kwargs
 
     def _stream(self, body: Any, kwargs: dict[str, Any], name: str) -> StreamCache | None:
@@ -363,10 +365,13 @@ def _attend_window(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if rows is not None:
         q, k, v = rows.align(q), rows.align(k), rows.align(v)
-    static = attend(
-        q, k, v, window=reader.window, sinks=reader.sinks, scale=module.scaling,
-        inverse_frequencies=reader.inverse_frequencies, stream=stream, lengths=rows.lengths if rows else None,
-    )  # fmt: skip
+    how = {"window": reader.window, "sinks": reader.sinks, "inverse_frequencies": reader.inverse_frequencies}
+    if stream is not None and stream.count is not None and q.shape[1] == 1 and rows is None:
+        reader.after = reader.after or next_token(stream.count, **how, dtype=k.dtype)
+        static = attend_one(q, k, v, after=reader.after, scale=module.scaling, stream=stream)
+    else:
+        lengths = rows.lengths if rows else None
+        static = attend(q, k, v, **how, scale=module.scaling, stream=stream, lengths=lengths)
     out = _with_memory(layer, static, query.shape[-1], already_aligned=True)
     return (rows.restore(out) if rows is not None else out), None
 
