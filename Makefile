@@ -40,7 +40,7 @@ test: lint
 test-flower: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[flower]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines/test_flower.py tests/deploy src/nestling/engines src/nestling/deploy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m flower tests/test_federation_over_flower.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m flower tests/test_federation_over_flower.py tests/test_federation_on_hosts.py
 
 test-gpu: .venv/ready
 	$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('there is no CUDA device here: nothing to test')"

@@ -4,134 +4,25 @@ Each command is one that a user types. It takes minutes, for Flower starts a pro
 part of `make test`: `make test-flower` runs it.
 """
 
-import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from small import images, toml
+from federations import PATIENCE, Federation, alive, descendants, in_peace, runs, signal_one, until
+from small import toml
 
 pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
-from nestling.api import run
-from nestling.config.load import parse_config
-from nestling.runs.folder import list_runs, read_status
+from nestling.runs.folder import read_status
 from nestling.runs.recorder import read_result, read_rows
-from nestling.runs.result import Result
 
 pytestmark = pytest.mark.flower
-
-NESTLING = str(Path(sys.executable).parent / "nestling")
-PATIENCE = float(os.environ.get("NESTLING_TEST_PATIENCE", "240"))
-"""Seconds for whatever has to happen; more on a machine that others use, too."""
-
-
-def until(happened: object, what: str, *, seconds: float = PATIENCE) -> None:
-    """Wait until `happened()` is true."""
-    end = time.monotonic() + seconds
-    while not happened():  # type: ignore[operator]
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
-
-
-@dataclass
-class Federation:
-    """The folder in which everything lies, and the processes in it, each the leader of a group of its own."""
-
-    folder: Path
-    port: int
-    processes: dict[str, "subprocess.Popen[bytes]"]
-
-    def start(self, name: str, *args: str) -> "subprocess.Popen[bytes]":
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [NESTLING, *args], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-        return self.processes[name]
-
-    def serve(self) -> None:
-        """Start the server, for the first time or again, and wait until it answers."""
-        begun = self.log("serve").count("Uvicorn running")
-        line = ("--dir", "fed", "--port", str(self.port), "--data", str(images()), "--wait", str(PATIENCE))
-        self.start("serve", "serve", *line)
-        until(lambda: self.log("serve").count("Uvicorn running") > begun, "the server does not begin")
-
-    def do(self, *args: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([NESTLING, *args], cwd=self.folder, capture_output=True, text=True)
-
-    def log(self, name: str) -> str:
-        path = self.folder / f"{name}.log"
-        return path.read_text("utf-8", "replace") if path.is_file() else ""
-
-    def until_said(self, name: str, text: str) -> None:
-        """Wait until a command that is at work has said this."""
-
-        def said() -> bool:
-            ended = self.processes[name].poll()
-            assert text in self.log(name) or ended is None, self.log(name)
-            return text in self.log(name)
-
-        until(said, f"{name} does not say {text}", seconds=2 * PATIENCE)
-
-    def join(self, number: int, *, key: str = "") -> "subprocess.Popen[bytes]":
-        key = key or f"keys/{number}"
-        return self.start(
-            f"site{number}", "join", "--server", f"127.0.0.1:{self.port}", "--client", str(number), "--dir",
-            f"s{number}", "--ca", "fed/certificates/ca.crt", "--key", key, "--data", str(images()),
-        )  # fmt: skip
-
-    def submit(self, name: str, config: str, *more: str) -> "subprocess.Popen[bytes]":
-        server = ("--server", f"127.0.0.1:{self.port}", "--ca", "fed/certificates/ca.crt")
-        return self.start(name, "submit", *config.split(), *server, *more)
-
-    def end(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Signal a command and all that it has started, the worker of a site included."""
-        process = self.processes[name]
-        if number == signal.SIGKILL and name.startswith("site"):
-            worker = self.folder / f"s{name[4:]}" / "worker.alive"
-            if worker.is_file():
-                _signal(int(worker.read_text()), number)
-        _signal_group(process.pid, number)
-        process.wait(60)
-        _signal_group(process.pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, nearest first."""
-    parents = dict[int, int]()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-    found = [pid]
-    for each in found:
-        found += [child for child, parent in parents.items() if parent == each]
-    return found[1:]
-
-
-def alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, number)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +31,7 @@ def federation() -> Iterator[Federation]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        made = Federation(Path(short), port, {})
+        made = Federation(Path(short), port)
         text = toml("ignored", data=Path("elsewhere")).replace("rounds = 2", "rounds = 3")
         (made.folder / "job.toml").write_text(text)
         (made.folder / "long.toml").write_text(
@@ -148,37 +39,12 @@ def federation() -> Iterator[Federation]:
         )
         try:
             made.serve()
-            for number in (0, 1, 2, 3):
-                assert made.do("keys", "new", f"keys/{number}").returncode == 0
-                if number < 3:
-                    added = made.do("keys", "add", f"keys/{number}.pub", "--client", str(number))
-                    assert added.returncode == 0, added.stderr
-            for number in (0, 1, 2):
-                made.join(number)
-            for number in (0, 1, 2):
-                until(lambda n=number: "SuperNode ID" in made.log(f"site{n}"), f"site {number} does not join")
+            made.let_in(0, 1, 2)
+            assert made.do("keys", "new", "keys/3").returncode == 0
+            made.join_all(0, 1, 2)
             yield made
         finally:
-            for name in [*made.processes][::-1]:
-                if made.processes[name].poll() is None:
-                    made.end(name)
-            if os.environ.get("NESTLING_TEST_KEEP"):
-                shutil.copytree(made.folder, os.environ["NESTLING_TEST_KEEP"], dirs_exist_ok=True, ignore=_sockets)
-
-
-def _sockets(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if name.endswith(".sock")]
-
-
-def runs(federation: Federation) -> list[Path]:
-    folder = federation.folder / "fed" / "runs"
-    return [found.path for found in list_runs(folder)] if folder.is_dir() else []
-
-
-def in_peace(federation: Federation, config: str, out: Path) -> Result:
-    """The same run in this process."""
-    text = (federation.folder / config).read_text().replace('path = "elsewhere"', f'path = "{images()}"')
-    return run(parse_config(text.replace('out = "ignored"', f'out = "{out}"\nreferences = false')))
+            made.end_all()
 
 
 def test_a_submitted_run_ends_in_the_state_of_one_in_process_to_the_bit(federation: Federation, tmp_path: Path) -> None:
@@ -250,7 +116,7 @@ def test_cat_054_a_server_killed_in_mid_run_and_started_again_goes_on_to_the_sam
     federation.until_said("cut", "round=2/5")
     server = federation.processes["serve"]
     started = descendants(server.pid)
-    _signal(started[0], signal.SIGKILL)
+    signal_one(started[0], signal.SIGKILL)
     assert server.wait(PATIENCE) != 0
     until(lambda: not any(map(alive, started)), "what the server had started lives on")
     assert cut.wait(PATIENCE) != 0  # whoever has submitted is told

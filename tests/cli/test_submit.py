@@ -53,6 +53,12 @@ def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
         followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)
 
 
+def test_a_machine_that_may_not_submit_is_told_so() -> None:
+    said = "│ Error Client error '403 Forbidden' for url 'https://fed:8443/v1/control/start-run' For more │"
+    with pytest.raises(RunError, match=r"server: takes no orders from this machine's address.*--control"):
+        followed([b"Using SuperLink: nestling", said.encode()], to_stderr=False)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', "NaN"])
 def test_a_result_is_read_as_strictly_as_a_file(text: str) -> None:
     with pytest.raises(WireError):

@@ -108,7 +108,8 @@ def submit(args: Sequence[str]) -> int:
 def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
     """Show what a run says of itself until it has ended; returns its result.
 
-    Raises `RunError`, with the exit code that the run would have had here, if it fails or its log ends before.
+    Raises `RunError`, with the exit code that the run would have had here, if it fails, its log ends before, or this
+    machine may not submit.
     """
     from nestling.deploy.said import ERROR, LINE, RESULT
 
@@ -127,6 +128,12 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
             print(f"run {started[1]}; 'nestling submit --stop {started[1]} …' ends it", file=stream, flush=True)
         elif words := line.strip("│╭╮╰╯─ "):
             last = f"{last} {printable(words)}"[-300:].lstrip()
+    if "403 Forbidden" in last:
+        raise RunError(
+            "takes no orders from this machine's address",
+            where="server",
+            remedy="Submit on the server's machine, or let 'nestling serve' have --control with this address.",
+        )
     raise RunError(f"the run's log ended without a result ({last})", where="server", remedy="See the server's output.")
 
 

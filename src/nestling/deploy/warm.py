@@ -165,7 +165,9 @@ class Site:
         write_private(self._folder / PINNED, hello.base.encode())
         write_private(self._folder / AGREED, write(hello))
         self._worker, self._kept = worker, self._folder / KEPT / hello.run
-        return self._ready(True, examples=worker.task.examples(self.settings.client))
+        examples = worker.task.examples(self.settings.client)
+        _note(f"holds base {hello.base[:12]} and {examples:,} examples of client {self.settings.client}")
+        return self._ready(True, examples=examples)
 
     def _round(self, message: bytes) -> bytes:
         if self._worker is None:  # this process is younger than the run
@@ -178,7 +180,9 @@ class Site:
         worker.kept.clear()
         if before := self._kept_before(number):
             worker.kept[client] = before
+        begun = time.monotonic()
         reply = worker.handle(client, message)
+        _note(f"round {number}: {len(message):,} B came, {len(reply):,} B go, {time.monotonic() - begun:.1f} s")
         if kept := worker.kept.get(client):
             self._keep(kept, number)
         return reply
@@ -248,6 +252,11 @@ class Site:
         write_atomic(folder / _name(number), data)
         for path in _rounds(folder)[:-_ROUNDS]:
             path.unlink()
+
+
+def _note(text: str) -> None:
+    """A line for the site's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}", flush=True)
 
 
 def _name(number: int) -> str:

@@ -1,0 +1,137 @@
+"""The same federation on five hosts: a server, three sites and a desk, each in a network namespace of its own.
+
+They have addresses on one Ethernet and know the server by its name; what reaches whom, and what a pulled cable does, is
+as between machines. It takes minutes and root's rights: `make test-flower` runs it where it may.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+
+import pytest
+from federations import PATIENCE, Federation, in_peace, runs, until
+from small import toml
+
+pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+
+from nestling.runs.recorder import read_result, read_rows
+
+pytestmark = pytest.mark.flower
+
+SERVER = "fed.example.org"
+HOSTS = {
+    "serve": "10.77.0.1",
+    "site0": "10.77.0.10",
+    "site1": "10.77.0.11",
+    "site2": "10.77.0.12",
+    "desk": "10.77.0.20",
+}
+PREFIX = f"nestling-{os.getpid()}"
+LAN = f"{PREFIX}-lan"
+DEADLINE = PATIENCE / 6
+
+
+def ip(*words: str, inside: str = "") -> None:
+    """`ip`, in one of the namespaces."""
+    line = ["ip", *(("-n", f"{PREFIX}-{inside}") if inside else ()), *words]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(line)}: {done.stderr}"
+
+
+def at(name: str) -> list[str]:
+    """Commands that are no host's run on the server's."""
+    return ["ip", "netns", "exec", f"{PREFIX}-{name if name in HOSTS else 'serve'}"]
+
+
+def network() -> None:
+    """The hosts, and between them a switch."""
+    ip("netns", "add", LAN)
+    ip("link", "add", "switch", "type", "bridge", inside="lan")
+    ip("link", "set", "switch", "up", inside="lan")
+    for name, address in HOSTS.items():
+        ip("netns", "add", f"{PREFIX}-{name}")
+        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", f"{PREFIX}-{name}", inside="lan")
+        ip("link", "set", name, "master", "switch", "up", inside="lan")
+        ip("address", "add", f"{address}/24", "dev", "eth0", inside=name)
+        for device in ("lo", "eth0"):
+            ip("link", "set", device, "up", inside=name)
+        own = Path("/etc/netns") / f"{PREFIX}-{name}"  # `ip netns exec` puts it in the place of /etc
+        own.mkdir(parents=True)
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{HOSTS['serve']} {SERVER}\n")
+
+
+def no_network() -> None:
+    """Takes down whatever there is of it."""
+    for name in ("lan", *HOSTS):
+        subprocess.run(["ip", "netns", "delete", f"{PREFIX}-{name}"], capture_output=True)
+        rmtree(Path("/etc/netns") / f"{PREFIX}-{name}", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def federation() -> Iterator[Federation]:
+    if os.geteuid() != 0 or subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True).returncode:
+        pytest.skip("needs root's rights and `ip netns`")
+    subprocess.run(["ip", "netns", "delete", f"{PREFIX}-try"], check=True)
+    with TemporaryDirectory(prefix="nestling-") as short:
+        made = Federation(Path(short), 8443, server=SERVER, at=at)
+        text = toml("ignored", data=Path("elsewhere")).replace("rounds = 2", "rounds = 3")
+        (made.folder / "job.toml").write_text(text)
+        more = f"\n[server]\nmin_replies = 2\ndeadline = {DEADLINE:g}\n"
+        (made.folder / "long.toml").write_text(text.replace("rounds = 3", "rounds = 40") + more)
+        try:
+            network()
+            made.serve("--host", "0.0.0.0", "--name", SERVER, "--control", HOSTS["desk"])
+            made.let_in(0, 1, 2)
+            made.join_all(0, 1, 2)
+            yield made
+        finally:
+            made.end_all()
+            no_network()
+
+
+def test_a_run_over_five_hosts_ends_in_the_state_of_one_in_process_to_the_bit(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """Submitted from the desk, whose address the server was told of."""
+    submitted = federation.submit("desk", "job.toml", "--json")
+    assert submitted.wait(2 * PATIENCE) == 0, federation.log("desk") + federation.log("serve")[-3000:]
+    (folder,) = runs(federation)
+    there, here = read_result(folder), in_peace(federation, "job.toml", tmp_path)
+    assert there.state_digest == here.state_digest
+    assert (there.bytes_up, there.bytes_down, there.accuracy) == (here.bytes_up, here.bytes_down, here.accuracy)
+
+
+def test_a_sites_host_may_not_submit(federation: Federation) -> None:
+    before = runs(federation)
+    at_site = ("--server", f"{SERVER}:{federation.port}", "--ca", "fed/certificates/ca.crt")
+    done = federation.do("submit", "job.toml", *at_site, name="site0")
+    assert done.returncode == 7
+    assert "takes no orders from this machine's address" in done.stderr
+    assert runs(federation) == before
+
+
+def test_a_site_whose_cable_is_pulled_costs_its_replies_and_comes_back_by_itself(federation: Federation) -> None:
+    federation.start(
+        "desk", "submit", "long.toml", "--server", f"{SERVER}:{federation.port}", "--ca", "fed/certificates/ca.crt"
+    )
+    earlier = len(runs(federation))
+
+    def replies() -> list[int]:
+        """How many were accepted in each round so far."""
+        folders = runs(federation)[earlier:]
+        rows = folders[0] / "metrics.jsonl" if folders else None
+        return [row["accepted"] for row in read_rows(rows)] if rows is not None and rows.is_file() else []
+
+    until(lambda: 3 in replies(), "no round ends with three sites")
+    ip("link", "set", "site2", "down", inside="lan")
+    until(lambda: replies()[-1] == 2, "no round ends without it")
+    ip("link", "set", "site2", "up", inside="lan")
+    begun = time.monotonic()
+    until(lambda: replies()[-1] == 3, "it does not come back")
+    print(f"back after {time.monotonic() - begun:.0f} s: {replies()}")
+    assert federation.processes["site2"].poll() is None  # the same process, which nobody has started anew
+    assert federation.processes["desk"].poll() is None or len(replies()) == 40
