@@ -19,6 +19,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import flower_language
+import flower_rounds
 from claims import claims_table
 from pareto import row_of
 from planned_tables import bytes_of_shapes, papers_fednl, papers_flite
@@ -264,6 +266,12 @@ def generating(name: str) -> str:
     return lines(head, rows)
 
 
+def over_flower(module: Any) -> str:
+    """The table that a benchmark over Flower prints."""
+    name = module.RESULTS.stem
+    return module.table(read(name, f"python benchmarks/{name}.py --json")) + "\n"
+
+
 EARLIER = (("*with earlier addresses*", "needle_smollm2_address"),)
 TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: runs("digits_5_seeds"),
@@ -287,6 +295,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream-memory": lambda: stream_memory("streaming"),
     "speed": lambda: speed("language"),
     "generating": lambda: generating("language"),
+    "flower-rounds": lambda: over_flower(flower_rounds),
+    "flower-language": lambda: over_flower(flower_language),
     "shapes": bytes_of_shapes,
     "papers-flite": papers_flite,
     "papers-fednl": papers_fednl,

@@ -1,4 +1,4 @@
-"""The memory's job over Flower: one frozen SmolLM2-135M in each site's warm worker, loaded once.
+"""The memory's job over Flower: one frozen SmolLM2-135M in each site's warm worker, loaded once a run.
 
     python benchmarks/flower_language.py [--rounds 3] [--items 8] [--json]
 
@@ -23,6 +23,7 @@ import os
 import re
 import signal
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +38,8 @@ from nestling.deploy.folder import make_private
 from nestling.runs.recorder import read_rows
 
 RESULTS = Path(__file__).parent / "results" / "flower_language.json"
-HELD = re.compile(r"holds base (\w+)")
-TRAINED = re.compile(r"round (\d+): ([\d,]+) B came, ([\d,]+) B go, ([\d.]+) s")
+HELD = re.compile(r"^[-+: \d]+ holds base (\w+)", re.MULTILINE)
+TRAINED = re.compile(r"^[-+: \d]+ round (\d+): ([\d,]+) B came, ([\d,]+) B go, ([\d.]+) s$", re.MULTILINE)
 
 
 def memory(pid: int) -> dict[str, int]:
@@ -80,7 +81,7 @@ def measure(rounds: int, items: int, here: Path) -> dict[str, Any]:
         submitted = started.start("job", *command, "submit", here / "job.toml", *server, "--json")
         while submitted.poll() is None:
             most = max(most, server_memory(here / "fed"))
-            signal.sigtimedwait([signal.SIGCHLD], 1)
+            time.sleep(0.5)
         if submitted.returncode:
             sys.exit(f"submit ended with {submitted.returncode}:\n{started.log('job')[-3000:]}")
         result = json.loads(started.log("job").splitlines()[-1])
@@ -95,6 +96,8 @@ def measure(rounds: int, items: int, here: Path) -> dict[str, Any]:
         sys.exit(f"{[row['accepted'] for row in rows]} replies in its rounds, of {clients} each")
     if any(len(found["loaded"]) != 1 or len(found["rounds"]) != rounds for found in sites):
         sys.exit(f"a worker has not loaded its model once, or not answered every round: {sites}")
+    if not most:
+        sys.exit("the run's server was not found among the processes")
     ends = [row["seconds"] for row in rows]
     return {
         "settings": changed,
@@ -129,7 +132,7 @@ def table(report: dict[str, Any]) -> str:
     seconds, sent = ", ".join(f"{s:.1f}" for s in report["round_seconds"]), report["wire_bytes"]
     return "\n".join(lines) + (
         f"\n\nSeconds of each round: {seconds}. Bytes per client and round: {sent['down']:,.0f} down, "
-        f"{sent['up']:,.0f} up, of which {report['payload_bytes_up']:,} are numbers. "
+        f"{sent['up']:,.0f} up; of these {report['payload_bytes_up']:,} are numbers, each way. "
         "The same state as in process, to the bit."
     )
 

@@ -1,6 +1,6 @@
 """Seconds and bytes of a round over Flower: our deployment beside a plain Flower app that does the same training.
 
-    python benchmarks/flower_rounds.py [--rounds 6] [--sites 3] [--save]
+    python benchmarks/flower_rounds.py [--rounds 6] [--sites 3] [--json]
 
 FLITE on the packaged digits, a site for each client, all on this machine over the loopback without TLS:
 
@@ -418,7 +418,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="of which the first is left out")
     parser.add_argument("--sites", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help=f"also write results/{RESULTS.name}")
+    parser.add_argument("--json", action="store_true", help=f"also write results/{RESULTS.name}")
     options = parser.parse_args()
     if min(options.rounds, options.sites) < 2:
         parser.error("--rounds and --sites must be at least 2")
@@ -427,8 +427,8 @@ def main() -> None:
     with TemporaryDirectory(prefix="nestling-") as here:  # a short path: a socket's has to be
         report = measure(options.sites, options.rounds, Path(here))
     check(report, options.sites)
-    if options.save:
-        head = origin(f"python benchmarks/flower_rounds.py --rounds {options.rounds} --sites {options.sites}")
+    if options.json:
+        head = origin(" ".join(["python benchmarks/flower_rounds.py", *sys.argv[1:]]))
         seen: dict[str, Any] = describe()
         head |= {"platform": seen["platform"], "cpus": seen["cpus"], "load": load, "settings": seen["settings"]}
         head["packages"] = {name: seen["packages"][name] for name in ("flwr", "numpy", "torch")}

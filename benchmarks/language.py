@@ -33,6 +33,7 @@ import peft
 import torch
 import torch.nn.functional as F
 import transformers
+from cells import origin, program
 from streaming import held, table
 from torch import Tensor, nn
 
@@ -272,6 +273,7 @@ def main() -> None:
     report: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     known = {name: value for name, value in vars(options).items() if name != "json"}
     known["model"] = Path(options.model).name  # no machine's paths
+    report |= origin(" ".join(["python benchmarks/language.py", *sys.argv[1:]])) | {"program": program()}
     report |= {"peft": peft.__version__, "load": os.getloadavg()[0], "options": known}
     report |= {"errors": check(plain, first, options), "limit": LIMIT}
     window, memory, lora = (working_copy(plain, share=True) for _ in range(3))  # the same weights, read by all

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Federation:
 
     def do(self, *args: str, name: str = "serve") -> "subprocess.CompletedProcess[str]":
         line = [*self.at(name), NESTLING, *args]
-        return subprocess.run(line, cwd=self.folder, capture_output=True, text=True)
+        return subprocess.run(line, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE)
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -91,20 +91,30 @@ class Federation:
         """Signal a command and all that it has started, the worker of a site included."""
         process = self.processes[name]
         if number == signal.SIGKILL and name.startswith("site"):
-            worker = self.folder / f"s{name[4:]}" / "worker.alive"
-            if worker.is_file():
-                signal_one(int(worker.read_text()), number)
-        signal_group(process.pid, number)
-        process.wait(60)
-        signal_group(process.pid, signal.SIGKILL)
+            self.kill_worker(name)
+        try:
+            signal_group(process.pid, number)
+            process.wait(60)
+        finally:
+            signal_group(process.pid, signal.SIGKILL)
+
+    def kill_worker(self, name: str) -> None:
+        """A site's worker is a session of its own, and outlives a site that is killed."""
+        worker = self.folder / f"s{name[4:]}" / "worker.alive"
+        if worker.is_file() and (pid := worker.read_text()):
+            signal_one(int(pid), signal.SIGKILL)
 
     def end_all(self) -> None:
         """The youngest first. With $NESTLING_TEST_KEEP set, the folder is copied to there."""
-        for name in [*self.processes][::-1]:
-            if self.processes[name].poll() is None:
-                self.end(name)
-        if os.environ.get("NESTLING_TEST_KEEP"):
-            shutil.copytree(self.folder, os.environ["NESTLING_TEST_KEEP"], dirs_exist_ok=True, ignore=_sockets)
+        with ExitStack() as every:  # what one raises ends none of the others
+            if os.environ.get("NESTLING_TEST_KEEP"):
+                keep = {"dirs_exist_ok": True, "ignore": _sockets}
+                every.callback(shutil.copytree, self.folder, os.environ["NESTLING_TEST_KEEP"], **keep)
+            for name, process in self.processes.items():
+                if process.poll() is None:
+                    every.callback(self.end, name)
+                elif name.startswith("site"):
+                    every.callback(self.kill_worker, name)
 
     def let_in(self, *numbers: int) -> None:
         """Make a key for each of these sites, at the site, and put it on the list."""

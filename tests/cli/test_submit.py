@@ -53,10 +53,21 @@ def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
         followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)
 
 
+REFUSED = "│ Error Client error '403 Forbidden' for url 'https://fed:8443/v1/control/{what}' For more │"
+
+
 def test_a_machine_that_may_not_submit_is_told_so() -> None:
-    said = "│ Error Client error '403 Forbidden' for url 'https://fed:8443/v1/control/start-run' For more │"
     with pytest.raises(RunError, match=r"server: takes no orders from this machine's address.*--control"):
-        followed([b"Using SuperLink: nestling", said.encode()], to_stderr=False)
+        followed([b"Using SuperLink: nestling", REFUSED.format(what="start-run").encode()], to_stderr=False)
+
+
+def test_whatever_else_is_forbidden_is_not_called_so() -> None:
+    """A run that has begun was taken; and other servers, too, say 403."""
+    begun = [b"Successfully started run 77", REFUSED.format(what="stream-logs").encode()]
+    elsewhere = [b"'403 Forbidden' for url 'https://example.org/model'", b"fatal: disk full"]
+    for said in (begun, elsewhere):
+        with pytest.raises(RunError, match="ended without a result"):
+            followed(said, to_stderr=False)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', "NaN"])

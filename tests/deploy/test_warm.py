@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -243,18 +244,43 @@ def test_a_client_that_is_not_in_the_run_takes_no_part(tmp_path: Path) -> None:
         Site(settle(tmp_path, client=3)).answer("hello", write(hello()))
 
 
+def raising(error: Exception) -> Callable[[str, bytes], bytes]:
+    def answer(kind: str, body: bytes) -> bytes:
+        raise error
+
+    return answer
+
+
 def test_what_is_raised_is_told_by_its_code_and_of_a_surprise_only_its_kind(capsys: pytest.CaptureFixture) -> None:
-    def raising(error: Exception) -> Callable[[str, bytes], bytes]:
-        def answer(kind: str, body: bytes) -> bytes:
-            raise error
-
-        return answer
-
     assert outcome(raising(WireError("context", "is another")), "", b"").code == "context"
     assert outcome(raising(ContextError("is another", where="base")), "", b"").code == "context"
     told = outcome(raising(ValueError("patient 17")), "", b"")
     assert told == Failure("client_error", "raised ValueError; see worker.log at the site")
-    assert "patient 17" in capsys.readouterr().err
+    assert "patient 17" in capsys.readouterr().out
+
+
+def test_what_a_server_says_cannot_pass_for_a_line_of_the_sites_log(capsys: pytest.CaptureFixture) -> None:
+    outcome(raising(ConfigError("a\n2026-11-30 21:00:00+0000 round 9: 1 B came\x1b[2J")), "", b"")
+    said = capsys.readouterr().out
+    assert "round 9" in said
+    assert all(line.startswith("  ") for line in said.splitlines())
+    assert "\x1b" not in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_full_disk_under_the_log_loses_no_round(tmp_path: Path) -> None:
+    _, here, base = parts()
+    message = here.server.broadcast(1)
+    full = open("/dev/full", "w")  # noqa: SIM115 its close raises as well
+    with redirect_stdout(full), redirect_stderr(full):
+        site = Site(settle(tmp_path))
+        meet(site, hello(), base)
+        reply = outcome(site.answer, "round", message)
+        refused = outcome(raising(ValueError("patient 17")), "", b"")
+    with suppress(OSError):
+        full.close()
+    assert reply == here.workers[0].handle(1, message)
+    assert isinstance(refused, Failure)
 
 
 # The process and its socket.
@@ -268,8 +294,10 @@ def site() -> Iterator[Path]:
         proxy.kill(folder)
 
 
-def test_a_worker_is_started_once_answers_and_ends_with_its_site(site: Path) -> None:
+def test_a_worker_is_started_once_answers_and_ends_with_its_site(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, here, base = parts()
+    monkeypatch.setattr(proxy, "LARGEST_LOG", 3)
+    (site / "worker.log").write_text("an older log")
     ready = proxy.call(site, "hello", write(hello()))
     assert isinstance(ready, bytes)
     assert not read(Ready, ready).ready
@@ -283,6 +311,10 @@ def test_a_worker_is_started_once_answers_and_ends_with_its_site(site: Path) -> 
     assert int((site / "worker.alive").read_text()) == process
     for name in ("worker.sock", "worker.key", "worker.log"):
         assert (site / name).stat().st_mode & 0o077 == 0
+    log = (site / "worker.log").read_text()
+    assert log.count(f"holds base {here.base_hash[:12]} and ") == 1
+    assert log.count(f"round 1: {len(message):,} B came, ") == 1
+    assert (site / "worker.log.1").read_text() == "an older log"
     proxy.kill(site)
     assert not proxy.is_alive(site)
 

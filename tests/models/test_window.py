@@ -238,3 +238,19 @@ def test_a_window_shows_no_more_than_the_model_itself_would_see(family: str, cha
     reader.remove()
     use_window(model, window=0)
     assert torch.equal(read(model), expected)
+
+
+@pytest.mark.parametrize("padded", [0, 4, 11])
+def test_generated_token_by_token_is_as_read_at_once_after_padding_too(padded: int) -> None:
+    """All layers of a pass share what a further token needs, and no pass what another needed."""
+    model = definition.exact(tiny_llama())
+    use_window(model, window=3, sinks=2)
+    mask = torch.ones_like(IDS)
+    mask[1, :padded] = 0
+    with torch.no_grad():
+        told = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0, "eos_token_id": None}
+        made = model.generate(IDS, attention_mask=mask, max_new_tokens=7, do_sample=False, **told)
+    got = torch.stack(made.logits, 1)
+    for row, start in ((0, 0), (1, padded)):
+        whole = defined(model, made.sequences[row : row + 1, start:], window=3, sinks=2)[0]
+        assert_close(got[row], whole[-8:-1])

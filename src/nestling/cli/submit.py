@@ -18,6 +18,7 @@ from nestling.runs.result import Result
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")
+_REFUSED = re.compile(r"error '403 Forbidden' for url '\S+/control/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
     """
     from nestling.deploy.said import ERROR, LINE, RESULT
 
-    stream, last = sys.stderr if to_stderr else sys.stdout, ""
+    stream, last, begun = sys.stderr if to_stderr else sys.stdout, "", False
     for raw in lines:
         line = _COLOURS.sub("", raw.decode("utf-8", "replace")).strip()
         if line.startswith(RESULT):
@@ -125,12 +126,13 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
         if line.startswith(LINE):
             print(printable(line.removeprefix(LINE)), file=stream, flush=True)
         elif started := _STARTED.search(line):
+            begun = True
             print(f"run {started[1]}; 'nestling submit --stop {started[1]} …' ends it", file=stream, flush=True)
         elif words := line.strip("│╭╮╰╯─ "):
             last = f"{last} {printable(words)}"[-300:].lstrip()
-    if "403 Forbidden" in last:
+    if not begun and _REFUSED.search(last):
         raise RunError(
-            "takes no orders from this machine's address",
+            f"takes no orders from this machine's address ({last})",
             where="server",
             remedy="Submit on the server's machine, or let 'nestling serve' have --control with this address.",
         )

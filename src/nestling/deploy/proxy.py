@@ -32,6 +32,7 @@ START = 300.0
 work on a call whose caller is gone is waited for as long."""
 TRIES = 3
 """How often a call is made whose worker dies: what kills it each time, memory that runs out say, is not waited out."""
+LARGEST_LOG = 8 << 20
 STOP = "stop"
 
 
@@ -151,7 +152,11 @@ def _one_at_a_time(site: Path) -> Iterator[None]:
 
 
 def _start(site: Path) -> "subprocess.Popen[bytes]":
-    """A worker that lives on when this process ends, as it does after every message."""
+    """A worker that lives on when this process ends, as it does after every message. A log that has grown large makes
+    room for a new one, and is itself kept until that has."""
+    with suppress(FileNotFoundError):
+        if (site / LOG).lstat().st_size > LARGEST_LOG:
+            os.replace(site / LOG, site / f"{LOG}.1")
     log = os.open(site / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         return start([sys.executable, "-P", "-m", "nestling.deploy.warm", str(site)], output=log, own_session=True)

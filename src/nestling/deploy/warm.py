@@ -54,7 +54,7 @@ from nestling.deploy.proxy import ALIVE, KEY, SOCKET, STOP, frame, unframe
 from nestling.federation.client import Worker
 from nestling.federation.local import ClientState
 from nestling.models.assets import ASSETS
-from nestling.runs.files import read_file
+from nestling.runs.files import printable, read_file
 from nestling.tasks.items import ItemsTask
 
 PINNED, AGREED, KEPT, BASES = "pinned", "agreed.json", "kept", "bases"
@@ -182,9 +182,9 @@ class Site:
             worker.kept[client] = before
         begun = time.monotonic()
         reply = worker.handle(client, message)
-        _note(f"round {number}: {len(message):,} B came, {len(reply):,} B go, {time.monotonic() - begun:.1f} s")
         if kept := worker.kept.get(client):
             self._keep(kept, number)
+        _note(f"round {number}: {len(message):,} B came, {len(reply):,} B go, {time.monotonic() - begun:.1f} s")
         return reply
 
     def _own(self, config: RunConfig) -> RunConfig:
@@ -255,8 +255,18 @@ class Site:
 
 
 def _note(text: str) -> None:
-    """A line for the site's log."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}", flush=True)
+    """A line for the site's log; none where its disk is full, for that is no reason to lose a round."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}", flush=True)
+
+
+def _trace() -> None:
+    """The error that is being handled, for the site's log: indented and without control characters, so that what the
+    server has put into its text cannot pass for a line of ours."""
+    with contextlib.suppress(OSError):
+        for line in traceback.format_exc().splitlines():
+            print(f"  {printable(line)}")
+        sys.stdout.flush()
 
 
 def _name(number: int) -> str:
@@ -280,8 +290,7 @@ def outcome(answer: Callable[[str, bytes], bytes], kind: str, body: bytes) -> by
     try:
         return answer(kind, body)
     except Exception as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        _trace()
         code = getattr(error, "code", "")
         if not code:
             kinds: dict[type, str] = {ConfigError: "config", ContextError: "context"}

@@ -7,7 +7,8 @@ R turns a query, which is rotated to its own position t, back to where the first
 (StreamingLLM, arXiv 2309.17453, gives tokens their places in the cache; this is the same for whole pieces at once).
 Positions are float32: angles within a window are off by 0.01 rad at 100,000 tokens, and by 0.06 at a million.
 `attend` takes pieces of any length and says what is meant; `attend_one` takes the single tokens of which a text is
-generated: the keys of the first tokens are turned, not the query, so that one product serves both kinds of key.
+generated: the keys of the first tokens are turned, not the query, so that one product serves both kinds of key. It is
+PyTorch's own attention for the rest: its last bits depend on the number of threads, and it has no second derivative.
 """
 
 from dataclasses import dataclass

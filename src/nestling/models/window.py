@@ -367,7 +367,8 @@ def _attend_window(
         q, k, v = rows.align(q), rows.align(k), rows.align(v)
     how = {"window": reader.window, "sinks": reader.sinks, "inverse_frequencies": reader.inverse_frequencies}
     if stream is not None and stream.count is not None and q.shape[1] == 1 and rows is None:
-        reader.after = reader.after or next_token(stream.count, **how, dtype=k.dtype)
+        if reader.after is None or reader.after.sight.device != k.device:  # a model may lie on several devices
+            reader.after = next_token(stream.count, **how, dtype=k.dtype)
         static = attend_one(q, k, v, after=reader.after, scale=module.scaling, stream=stream)
     else:
         lengths = rows.lengths if rows else None
