@@ -43,6 +43,10 @@ CHANGES = [
     Change("from scratch", "FLITE on a random base", {"base.pretrain_on": "none"}),
     Change("from scratch", "FedAvg on a random base", {"base.pretrain_on": "none"}, "fedavg-digits"),
     *(Change("latents in all", f"{n:,}", {"adapter.budget": n}) for n in (160, 320, 640, 2560, 5120)),
+    *(
+        Change("latents in all", f"2,560, {name}", {"adapter.budget": 2560, "codec.kind": kind, "codec.bits": bits})
+        for name, kind, bits in (("int4", "plain", 4), ("rotated 2 bits", "rotated", 2))
+    ),
     Change("latents a layer, alike", "64 each (576)", {"adapter.budget": 0}),
     *(Change("rank", f"64 each, rank {r}", {"adapter.budget": 0, "adapter.rank": r}) for r in (32, 16, 8)),
     Change("bits", "int8", {"codec.bits": 8}),
@@ -61,8 +65,7 @@ CHANGES = [
         for name, preset in (("FLITE", "flite-digits"), ("FedAvg", "fedavg-digits"))
     ),
     *(
-        Change("local epochs", f"{name}, {epochs} a round", {"local.epochs": epochs}, preset)
-        for epochs in (2, 4)
+        Change("local epochs", f"{name}, 2 a round", {"local.epochs": 2}, preset)
         for name, preset in (("FLITE", "flite-digits"), ("FedAvg", "fedavg-digits"))
     ),
     Change("the method", "FedAvg", {}, "fedavg-digits"),
@@ -94,9 +97,10 @@ def main() -> None:
             f"| {first.trainable_parameters:,} | {first.payload_bytes_up:,} B |"
         )
     if options.json:
-        rows = [{"claim": c.claim, "setting": c.label, "results": [r.to_dict() for r in runs]} for c, runs in table]
+        kept = [[r.to_dict() | {"run_dir": Path(r.run_dir).name} for r in runs] for _, runs in table]
+        rows = [{"claim": c.claim, "setting": c.label, "results": k} for (c, _), k in zip(table, kept, strict=True)]
         report = {"origin": origin(" ".join(["python benchmarks/ablations.py", *sys.argv[1:]])), "rows": rows}
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
