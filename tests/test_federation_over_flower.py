@@ -63,10 +63,31 @@ def test_a_submitted_run_ends_in_the_state_of_one_in_process_to_the_bit(federati
         assert (federation.folder / f"s{number}" / "pinned").read_text() == here.base_hash
 
 
+def test_a_second_server_in_the_folder_and_a_second_run_are_refused_and_change_nothing(federation: Federation) -> None:
+    second = federation.do("serve", "--dir", "fed", "--port", str(federation.port + 1))
+    assert second.returncode == 6
+    assert "another 'nestling serve' is at work" in second.stderr
+    assert len(federation.do("keys", "list").stdout.splitlines()) == 4  # it still asks the first one
+    waits = federation.submit("waits", "flite-digits", "--task.clients", "4")
+    federation.until_said("waits", "waiting for the sites of clients 3")
+    also = federation.submit("also", "job.toml")
+    assert also.wait(PATIENCE) == 6
+    assert "nestling: server: another run is at work" in federation.log("also")
+    number = federation.log("waits").partition("as run ")[2].partition(";")[0]
+    stop = ("submit", "--stop", number, "--server", f"{federation.server}:{federation.port}")
+    without = federation.do(*stop, "--insecure")
+    assert (without.returncode, "speaks TLS" in without.stderr) == (9, True)
+    stopped = federation.do(*stop, "--ca", "fed/certificates/ca.crt")
+    assert stopped.returncode == 0, stopped.stderr
+    assert waits.wait(PATIENCE) == 7
+    assert "It had not begun: submit it anew" in federation.log("waits")
+
+
 def test_a_key_that_is_not_on_the_list_is_refused(federation: Federation) -> None:
     stranger = federation.join(3)
     until(lambda: stranger.poll() is not None, "the stranger is let in")
-    assert stranger.returncode != 0
+    assert stranger.returncode == 9
+    assert "client 3 is refused: its key is not on the server's list" in federation.log("site3")
     assert "SuperNode ID" not in federation.log("site3")
     assert len(federation.do("keys", "list").stdout.splitlines()) == 4  # a head and three clients
 
@@ -166,9 +187,11 @@ def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_go
     assert rows[-1]["accepted"] == 2
     assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy"}
     until(lambda: federation.processes["site2"].poll() is not None, "its site is not told")
+    assert federation.processes["site2"].returncode == 9
+    assert "client 2 is refused: its key was taken off the server's list" in federation.log("site2")
     begun = federation.log("site2").count("SuperNode ID")
     again = federation.join(2)
     until(lambda: again.poll() is not None, "it is let in again")
-    assert again.returncode != 0
+    assert again.returncode == 9
     assert federation.log("site2").count("SuperNode ID") == begun
     assert len(federation.do("keys", "list").stdout.splitlines()) == 3  # a head and two clients

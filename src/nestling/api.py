@@ -184,6 +184,7 @@ def _run(
                 bytes_so_far=tally.bytes_up + tally.bytes_down,
                 seconds=time.perf_counter() - began,
                 within=within,
+                run_dir=str(folder.path),
             )
         )
 

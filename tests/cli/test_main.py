@@ -13,7 +13,16 @@ import pytest
 from small import finished, toml
 
 from nestling.cli.main import COMMANDS, HELP, main
-from nestling.core.errors import ConfigError, ContextError, NestlingError, RunError, SeedError, StorageError, WireError
+from nestling.core.errors import (
+    ConfigError,
+    ContextError,
+    NestlingError,
+    RemoteError,
+    RunError,
+    SeedError,
+    StorageError,
+    WireError,
+)  # fmt: skip
 
 NESTLING = [sys.executable, "-m", "nestling"]
 
@@ -57,9 +66,16 @@ def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == HELP
     for command in COMMANDS:
         assert f"\n  {command} " in HELP
-    kinds = (ConfigError("x"), ContextError("x"), SeedError("x"), WireError("x", "x"), StorageError("x"))
+    kinds = (
+        ConfigError("x"),
+        ContextError("x"),
+        SeedError("x"),
+        WireError("x", "x"),
+        StorageError("x"),
+        RemoteError("x"),
+    )
     codes = {kind.exit_code for kind in (*kinds, RunError("x"), RunError("x", locked=True))} | {130}
-    assert codes == {2, 3, 4, 5, 6, 7, 8, 130}
+    assert codes == {2, 3, 4, 5, 6, 7, 8, 9, 130}
     text = " ".join(HELP.partition("exit codes:")[2].split())
     for code in codes:
         assert f" {code} " in text
@@ -94,7 +110,7 @@ def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixt
     assert f"usage: nestling {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("error", [ConfigError, ContextError, SeedError, StorageError, RunError])
+@pytest.mark.parametrize("error", [ConfigError, ContextError, SeedError, StorageError, RunError, RemoteError])
 def test_an_error_is_one_line_on_the_standard_error_and_its_code(
     error: type[NestlingError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,8 @@ from small import finished
 
 from nestling.cli.main import main
 from nestling.cli.submit import followed
-from nestling.core.errors import RunError, WireError
-from nestling.deploy.said import ERROR, LINE, RESULT
+from nestling.core.errors import RemoteError, RunError, WireError
+from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT
 from nestling.runs.files import to_json
 
 
@@ -28,14 +28,15 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
 
     pytest.importorskip("cryptography")
     programs = pytest.importorskip("nestling.deploy.programs")
+    monkeypatch.setattr("nestling.deploy.reach.check_reached", lambda address, ca: None)
     said, asked = {"success": True, "run-id": "5"}, list[list[str]]()
     monkeypatch.setattr(programs, "flwr", lambda folder, args: asked.append(args) or f"✋ Stopping\n{to_json(said)}")
     stop = ["submit", "--stop", "5", "--server", "127.0.0.1:1", "--insecure"]
     assert main(stop) == 0
     assert asked == [["stop", "5", "nestling", "--format", "json"]]
     said = {"success": False, "error-message": "no such run"}
-    assert main(stop) == 7
-    assert "no such run" in capsys.readouterr().err
+    assert main(stop) == 9
+    assert "no such run). Give the number of a run" in capsys.readouterr().err
 
 
 def test_an_error_there_is_the_error_here() -> None:
@@ -48,6 +49,32 @@ def test_an_error_there_is_the_error_here() -> None:
     assert caught.value.exit_code == 1
 
 
+def test_what_went_wrong_at_the_server_is_said_once() -> None:
+    told = [f'{ERROR}{{"error": "server: another run is at work. Wait for it to end.", "exit_code": 6}}'.encode()]
+    with pytest.raises(RunError) as caught:
+        followed(told, to_stderr=False)
+    assert str(caught.value).startswith("server: another run is at work.")
+
+
+BEGUN = b"Successfully started run 7"
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ([BEGUN, f"{FOLDER}flite--7".encode(), b"down"], "'nestling submit --resume flite--7 …' goes on with it"),
+        ([BEGUN, f"{LINE}waiting for the sites".encode()], "It had not begun: submit it anew"),
+        ([b"down"], "See the server's output"),
+    ],
+)
+def test_a_log_that_is_cut_short_says_how_to_go_on(
+    log: list[bytes], advice: str, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    with pytest.raises(RunError, match=advice):
+        followed(log, to_stderr=False)
+    assert ("in flite--7; " in capsys.readouterr().out) == (FOLDER.encode() in log[-2 if len(log) > 1 else 0])
+
+
 def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
     with pytest.raises(RunError, match="no such host"):
         followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)
@@ -57,7 +84,7 @@ REFUSED = "│ Error Client error '403 Forbidden' for url 'https://fed:8443/v1/c
 
 
 def test_a_machine_that_may_not_submit_is_told_so() -> None:
-    with pytest.raises(RunError, match=r"server: takes no orders from this machine's address.*--control"):
+    with pytest.raises(RemoteError, match=r"server: takes no orders from this machine's address.*--control"):
         followed([b"Using SuperLink: nestling", REFUSED.format(what="start-run").encode()], to_stderr=False)
 
 

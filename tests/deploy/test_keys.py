@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="needs the extra nestling[flower]")
 
-from nestling.core.errors import ConfigError, RunError
+from nestling.core.errors import ConfigError, RemoteError, RunError
 from nestling.deploy.keys import add_key, fingerprint, list_keys, new_key, registered, revoke_key
 
 
@@ -73,7 +73,7 @@ def test_a_client_has_one_key_until_it_is_revoked(tmp_path: Path, public: Path) 
     assert flower.may_join() == [str(tmp_path / "other.pub")]
     with pytest.raises(ConfigError, match="has no key"):
         revoke_key(flower, tmp_path, 2)
-    with pytest.raises(RunError, match=r"already in use.*'nestling keys new' makes one"):
+    with pytest.raises(RemoteError, match=r"already in use.*'nestling keys new' makes one"):
         add_key(flower, tmp_path, public, 3)
     assert list(registered(tmp_path)) == [0]
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600
@@ -82,7 +82,7 @@ def test_a_client_has_one_key_until_it_is_revoked(tmp_path: Path, public: Path) 
 def test_what_flower_refuses_is_not_on_the_list(tmp_path: Path, public: Path) -> None:
     flower = Flower()
     flower.broken = True
-    with pytest.raises(RunError, match=r"nobody\\x1b there"):
+    with pytest.raises(RemoteError, match=r"nobody\\x1b there"):
         add_key(flower, tmp_path, public, 0)
     assert registered(tmp_path) == {}
 

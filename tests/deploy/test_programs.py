@@ -4,13 +4,15 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -190,7 +192,7 @@ def test_nobody_can_claim_to_come_from_this_machine(tmp_path: Path, monkeypatch:
         ("0.0.0.0", "127.0.0.1:8443"),
         ("::", "[::1]:8443"),
         ("[::1]", "[::1]:8443"),
-        ("a.example", "a.example:8443"),
+        ("localhost", "localhost:8443"),
     ],
 )
 def test_a_server_is_told_where_it_is_and_what_is_its_own(
@@ -210,6 +212,112 @@ def test_a_server_is_told_where_it_is_and_what_is_its_own(
     assert (settings.model, settings.authenticated) == ("hub/name", True)
 
 
+def test_a_second_server_in_a_folder_changes_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    fed, second = tmp_path / "fed", list[int]()
+
+    def runs(line: object, environment: object) -> int:
+        if not second:
+            second.append(main(["serve", "--dir", str(fed), "--port", "8444", "--wait", "7"]))
+        return 0
+
+    monkeypatch.setattr(programs, "run_until_ended", runs)
+    assert main(["serve", "--dir", str(fed), "--port", "8443"]) == 0
+    assert second == [6]
+    assert "another 'nestling serve' is at work in it" in capsys.readouterr().err
+    connection = tomllib.loads((fed / "flower" / "config.toml").read_text())["superlink"]["nestling"]
+    assert connection["address"] == "127.0.0.1:8443"
+    assert read_settings(FedSettings, fed).wait == 300
+    assert main(["serve", "--dir", str(fed), "--port", "8444"]) == 0
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", str(port)]) == 2
+    assert f"127.0.0.1 port {port}: cannot be listened at" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "fed").iterdir()] == ["serve.lock"]
+
+
+@pytest.mark.parametrize(("code", "ours"), [(0, 0), (1, 9), (9, 9), (-9, 9)])
+def test_how_a_program_of_flowers_ends_is_never_called_a_bug_of_ours(
+    code: int, ours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment: code)
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", "8443"]) == ours
+
+
+class Answers:
+    """In the place of Flower's connection to a server: what that says to one request after another."""
+
+    statuses: ClassVar[list[int]] = []
+
+    def _unary_unary(self, *, path: str, **rest: Any) -> str:
+        import httpx
+
+        status = self.statuses.pop(0)
+        request = httpx.Request("POST", f"https://fed.example.org{path}")
+        httpx.Response(status, request=request).raise_for_status()
+        return path
+
+    from_server_address = ActivateNode = None
+
+
+ACTIVATE, PULL = "/v1/fleet/activate-node", "/v1/fleet/pull-messages"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "why"),
+    [
+        ([(ACTIVATE, 200), (PULL, 200), (PULL, 503), (PULL, 200)], ["admitted"], ""),
+        ([(ACTIVATE, 412)], ["refused"], "its key is not on the server's list"),
+        ([(ACTIVATE, 401)], ["refused"], "what it signs is not believed. The clocks"),
+        (
+            [(ACTIVATE, 200), (PULL, 401), (PULL, 401)],
+            ["admitted", "refused"],
+            "its key was taken off the server's list",
+        ),
+        ([(ACTIVATE, 200), (PULL, 412)], ["admitted"], ""),
+        ([(ACTIVATE, 503), (ACTIVATE, 200)], ["admitted"], ""),
+    ],
+)
+def test_a_site_is_told_what_the_server_makes_of_it(
+    asked: list[tuple[str, int]],
+    said: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    from importlib import import_module
+
+    from nestling.deploy import task
+
+    where: Any = import_module("flwr.supernode.fleet_http_connection")
+
+    def node() -> None:
+        client = where.FleetHttpClient()
+        for path, _ in asked:
+            with suppress(import_module("httpx").HTTPError):
+                assert client._unary_unary(path=path, request=None) == path
+
+    monkeypatch.setattr(where, "FleetHttpClient", Answers)
+    monkeypatch.setattr(Answers, "statuses", [status for _, status in asked])
+    monkeypatch.setattr(import_module("flwr.supernode.cli.flower_supernode"), "flower_supernode", node)
+    monkeypatch.setattr("sys.argv", ["task", "flower-supernode", "3", "--insecure"])
+    if why:
+        with pytest.raises(SystemExit) as ended:
+            task.main()
+        assert ended.value.code == 9
+    else:
+        task.main()
+    out, err = capsys.readouterr()
+    assert [line.partition(" is ")[2].split(";")[0] for line in out.splitlines()] == said
+    assert (f"nestling: client 3 is refused: {why}" in err) if why else (err == "")
+
+
 def test_a_private_name_that_is_gone_is_an_error_and_never_a_guard_left_out() -> None:
     with pytest.raises(ContextError, match="bundles could bring code"):
         compat._replace(subprocess, "no_such_name", None)
@@ -227,6 +335,7 @@ def test_the_private_names_are_there() -> None:
         ("flwr.common.config", "get_fused_config_from_fab get_fab_config"),
         ("flwr.supercore.run", "RunNotRunningException"),
         ("flwr.superlink.extensions", "get_middleware"),
+        ("flwr.supernode.fleet_http_connection", "FleetHttpClient"),
     ):
         for name in names.split():
             assert hasattr(import_module(module), name), name

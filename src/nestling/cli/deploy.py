@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from nestling.core.errors import ConfigError
+from nestling.core.errors import ConfigError, RemoteError
 
 Positional = tyro.conf.Positional
 
@@ -41,15 +41,27 @@ class ServeCommand:
 
 
 def serve(args: Sequence[str]) -> int:
-    """`nestling serve`; returns Flower's exit code."""
+    """`nestling serve`; returns the exit code.
+
+    Raises `RunError` (exit code 6) while another one is at work in the folder.
+    """
     c = tyro.cli(tyro.conf.FlagCreatePairsOff[ServeCommand], args=list(args), prog="nestling serve")
     from nestling.deploy import programs
-    from nestling.deploy.folder import FedSettings, make_private, write_settings
+    from nestling.deploy.folder import make_private, only_one
 
     host = c.host.strip("[]")
     programs.check_secure(host, insecure=c.insecure)
     allowed = ["127.0.0.1", "::1", *programs.check_addresses(c.control)]
     fed = make_private(Path(c.dir).resolve())
+    with only_one(fed / "serve.lock", "another 'nestling serve' is at work in it", where=str(fed)):
+        _check_free(host, c.port)
+        return _serve(c, fed, host, allowed)
+
+
+def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str]) -> int:
+    from nestling.deploy import programs
+    from nestling.deploy.folder import FedSettings, write_settings
+
     programs.write_programs(fed)
     settings = FedSettings(
         _resolved(c.data), device=c.device, wait=c.wait, authenticated=not c.insecure, model=_model(c.model)
@@ -78,7 +90,28 @@ def serve(args: Sequence[str]) -> int:
             f"nestling: sites need {ca / 'ca.crt'}, and their keys: nestling keys add SITE.pub --client N --dir {c.dir}"
         )
     sys.stdout.flush()
-    return programs.run_until_ended(line, environment)
+    return _of_flower(programs.run_until_ended(line, environment), "flower-superlink")
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise `ConfigError` if this machine cannot listen there."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot be listened at ({getattr(error, 'strerror', None) or error})",
+            where=f"{host} port {port}",
+            remedy="Give another --host or --port, or end what listens there.",
+        ) from error
+
+
+def _of_flower(code: int, name: str) -> int:
+    """0 or 9 of a program of Flower's. Raises `RemoteError` for what else it ends with, which is no bug of ours."""
+    if code not in (0, RemoteError.exit_code):
+        raise RemoteError(f"has failed ({code}); what it says of it stands above", where=name, remedy="Start it again.")
+    return code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +148,13 @@ class JoinCommand:
 
 
 def join(args: Sequence[str]) -> int:
-    """`nestling join`; returns Flower's exit code."""
+    """`nestling join`; returns the exit code.
+
+    Raises `RunError` (exit code 6) while another one is at work in the folder, `RemoteError` (exit code 9) if who
+    answers at --server is not who it should be. A server that is not there yet is waited for.
+    """
     c = tyro.cli(tyro.conf.FlagCreatePairsOff[JoinCommand], args=list(args), prog="nestling join")
-    from nestling.deploy import programs, proxy
+    from nestling.deploy import programs, proxy, reach
     from nestling.deploy.folder import LONGEST_SOCKET, SiteSettings, make_private, only_one, write_settings
 
     programs.check_secure(programs.split_address(c.server)[0], insecure=c.insecure)
@@ -135,10 +172,12 @@ def join(args: Sequence[str]) -> int:
             (site / "pinned").unlink(missing_ok=True)
         programs.write_programs(site)
         write_settings(site, settings)
-        line = programs.super_node(site, server=c.server, ca=ca, key=key, port=_free_port())
+        line = programs.super_node(site, client=c.client, server=c.server, ca=ca, key=key, port=_free_port())
         print(f"nestling: client {c.client} joins {c.server} from {site}", flush=True)
+        if why := reach.why_not_reached(c.server, ca):
+            print(f"nestling: {c.server} is not reached ({why}); waiting until it is", file=sys.stderr, flush=True)
         try:
-            return programs.run_until_ended(line, programs.environment(site, {}))
+            return _of_flower(programs.run_until_ended(line, programs.environment(site, {})), "flower-supernode")
         finally:
             proxy.kill(site)
 

@@ -46,7 +46,8 @@ CONFIG is a TOML file or the name of a preset; SETTINGS are flags such as --roun
 
 exit codes: 0 done, 1 a bug of ours, 2 a setting or path that cannot be used, 3 data, model or base missing or not the
 one agreed on, 4 a seed or stream that differs, 5 a damaged message or file, 6 the run's folder is in use, 7 too few
-usable replies, 8 the disk is full, 130 interrupted, 143 terminated
+usable replies, 8 the disk is full, 9 the other side of a federation is not reached or refuses, 130 interrupted, 143
+terminated
 """
 
 

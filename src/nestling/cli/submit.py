@@ -12,11 +12,10 @@ import tyro
 
 from nestling.cli.run import Switch, read_command, show
 from nestling.config.schema import RunConfig
-from nestling.core.errors import ConfigError, RunError
+from nestling.core.errors import ConfigError, RemoteError, RunError
 from nestling.runs.files import from_json, printable
 from nestling.runs.result import Result
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")
 _REFUSED = re.compile(r"error '403 Forbidden' for url '\S+/control/")
 
@@ -68,32 +67,34 @@ def submit(args: Sequence[str]) -> int:
         command = tyro.cli(tyro.conf.FlagCreatePairsOff[StopThere], args=list(args), prog="nestling submit")
     else:
         command = read_command(SubmitCommand, args, verb="submit")
-    from nestling.deploy import bundle, programs
+    from nestling.deploy import bundle, programs, reach
+    from nestling.engines import flower_compat
 
     if not command.server:
         raise ConfigError("is missing", where="--server", remedy="Give HOST:PORT of 'nestling serve'.")
     programs.check_secure(programs.split_address(command.server)[0], insecure=command.insecure)
     if not command.insecure and not Path(command.ca).is_file():
         raise ConfigError(f"{command.ca!r} is no file", where="--ca", remedy="Give the server's ca.crt.")
+    flower_compat.require()
+    ca = None if command.insecure else Path(command.ca).resolve()
+    reach.check_reached(command.server, ca)
     with tempfile.TemporaryDirectory(prefix="nestling-") as folder:
         here = Path(folder)
         programs.environment(here, {})  # makes Flower's home
-        programs.write_connection(
-            here / "flower", server=command.server, ca=None if command.insecure else Path(command.ca).resolve()
-        )
+        programs.write_connection(here / "flower", server=command.server, ca=ca)
         if isinstance(command, StopThere):
-            from nestling.engines import flower_compat
-
-            flower_compat.require()
             from nestling.deploy.keys import answer
 
-            answer(programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"]))
+            said = programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"])
+            answer(said, remedy="Give the number of a run that has not ended: 'nestling submit' shows it first.")
             print(f"nestling: run {command.stop} is stopped")
             return 0
         resumed = command.resume if isinstance(command, ResumeThere) else ""
         bundle.write_bundle(here / "run", None if resumed else command.config, resume=resumed)  # type: ignore[union-attr]
         process = programs.follow(here, ["run", str(here / "run"), "nestling", "--stream"])
         assert process.stdout is not None
+        if not resumed and command.config.machine.references:  # type: ignore[union-attr]
+            print("nestling: no rows of reference: nobody has the data of all sites", file=sys.stderr)
         try:
             result = followed(process.stdout, to_stderr=command.json)
         except KeyboardInterrupt:
@@ -109,39 +110,55 @@ def submit(args: Sequence[str]) -> int:
 def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
     """Show what a run says of itself until it has ended; returns its result.
 
-    Raises `RunError`, with the exit code that the run would have had here, if it fails, its log ends before, or this
-    machine may not submit.
+    Raises `RunError`, with the exit code that the run would have had here, if it fails, and if its log ends before;
+    `RemoteError` if this machine may not submit.
     """
-    from nestling.deploy.said import ERROR, LINE, RESULT
+    from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT, plain, uncoloured
 
-    stream, last, begun = sys.stderr if to_stderr else sys.stdout, "", False
+    stream, last, begun, folder = sys.stderr if to_stderr else sys.stdout, "", False, ""
     for raw in lines:
-        line = _COLOURS.sub("", raw.decode("utf-8", "replace")).strip()
+        line = uncoloured(raw.decode("utf-8", "replace"))
         if line.startswith(RESULT):
             values = from_json(line.removeprefix(RESULT), "the server's result")
             return Result.from_dict(values if isinstance(values, dict) else {}, where="server")
         if line.startswith(ERROR):
             told = from_json(line.removeprefix(ERROR), "the server's error")
             raise _error_of(told)
-        if line.startswith(LINE):
+        if line.startswith(FOLDER):
+            folder = printable(line.removeprefix(FOLDER))
+            print(
+                f"in {folder}; 'nestling submit --resume {folder} …' goes on if it is cut short",
+                file=stream,
+                flush=True,
+            )
+        elif line.startswith(LINE):
             print(printable(line.removeprefix(LINE)), file=stream, flush=True)
         elif started := _STARTED.search(line):
             begun = True
-            print(f"run {started[1]}; 'nestling submit --stop {started[1]} …' ends it", file=stream, flush=True)
-        elif words := line.strip("│╭╮╰╯─ "):
-            last = f"{last} {printable(words)}"[-300:].lstrip()
+            print(
+                f"submitted as run {started[1]}; 'nestling submit --stop {started[1]} …' ends it",
+                file=stream, flush=True,
+            )  # fmt: skip
+        elif (words := plain(line)) and not words.startswith(("INFO ", "Using SuperLink")):
+            last = f"{last} {words}"[-300:].lstrip()
     if not begun and _REFUSED.search(last):
-        raise RunError(
+        raise RemoteError(
             f"takes no orders from this machine's address ({last})",
             where="server",
             remedy="Submit on the server's machine, or let 'nestling serve' have --control with this address.",
         )
-    raise RunError(f"the run's log ended without a result ({last})", where="server", remedy="See the server's output.")
+    if folder:
+        remedy = f"'nestling submit --resume {folder} …' goes on with it."
+    else:
+        remedy = "It had not begun: submit it anew." if begun else "See the server's output."
+    said = f" ({last})" if last else ""
+    raise RunError(f"the run's log ended without a result{said}", where="server", remedy=remedy)
 
 
 def _error_of(told: object) -> RunError:
     values = told if isinstance(told, dict) else {}
-    error = RunError(printable(str(values.get("error", "failed"))).rstrip("."), where="server")
+    text = printable(str(values.get("error", "failed"))).rstrip(".")
+    error = RunError(text.removeprefix("server: "), where="server")
     code = values.get("exit_code")
     error.exit_code = code if isinstance(code, int) and 0 < code < 256 else 1
     return error

@@ -1,4 +1,4 @@
-"""The seven ways a command can fail, each with a cause, a place, a remedy and an exit code.
+"""The eight ways a command can fail, each with a cause, a place, a remedy and an exit code.
 
 An error raised for a user's input is one of these; `assert` is kept for our own bugs. The text is one line:
 ``place: cause. remedy`` so that it reads the same in a terminal, a log and a test.
@@ -12,11 +12,12 @@ An error raised for a user's input is one of these; `assert` is kept for our own
 | `RunError` | 6, 7 | a run that cannot go on: its folder is taken (6), too few usable replies (7) |
 | `StorageError` | 8 | the disk refused to keep a result |
 | `PrivateStateError` | 2 | the private state of a stream was about to be copied, stored or unread |
+| `RemoteError` | 9 | the other side of a federation is not reached, is not who it should be, refuses, or failed |
 """
 
 
 class NestlingError(Exception):
-    """Base of the seven classes.
+    """Base of the eight classes.
 
     Args:
         cause: what is wrong, without a final full stop.
@@ -89,3 +90,9 @@ class PrivateStateError(NestlingError, TypeError):
     """The private state of a stream was about to be copied, stored or unread."""
 
     exit_code = 2
+
+
+class RemoteError(NestlingError):
+    """The other side of a federation is not reached, is not who it should be, refuses, or failed."""
+
+    exit_code = 9

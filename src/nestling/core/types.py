@@ -41,6 +41,8 @@ class Progress:
     bytes_so_far: int
     seconds: float
     within: str = ""
+    run_dir: str = ""
+    """Where the run is recorded."""
 
     def __str__(self) -> str:
         """What is being done, or of a round that has ended one line with stable keys.

@@ -31,7 +31,7 @@ from nestling.deploy.folder import (
 )  # fmt: skip
 from nestling.deploy.keys import registered
 from nestling.deploy.proxy import SOCKET, call, kill
-from nestling.deploy.said import ERROR, LINE, RESULT
+from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT
 from nestling.deploy.sites import Sites, gather
 from nestling.engines import flower_compat as compat
 from nestling.engines.flower import FlowerEngine, Grid, from_record, kind_of, to_record, to_refusal
@@ -154,7 +154,7 @@ def _go(grid: Grid, config: RunConfig, sites: Sites, folder: Path | None, name: 
     engine = FlowerEngine(
         grid, sites.nodes, deadline=config.server.deadline, stragglers=config.server.stragglers, ttl=sites.patience
     )
-    more: Any = {"progress": _tell, "command": [COMMAND, name], "engine": engine, "examples": sites.examples}
+    more: Any = {"progress": _told(), "command": [COMMAND, name], "engine": engine, "examples": sites.examples}
     if folder is None:
         return run(config, **more)
     # Where data and bases lie may be other places than when it began; whatever else has changed is refused.
@@ -243,8 +243,17 @@ def _name_of(folder: Path) -> str:
     return found[1]
 
 
-def _tell(progress: Progress) -> None:
-    print(f"{LINE}{progress}", flush=True)
+def _told() -> Any:
+    """Each step in a line of the log, and before the first the name of the run's folder, by which it can be resumed."""
+    named = [False]
+
+    def tell(progress: Progress) -> None:
+        if progress.run_dir and not named[0]:
+            print(f"{FOLDER}{Path(progress.run_dir).name}", flush=True)
+            named[0] = True
+        print(f"{LINE}{progress}", flush=True)
+
+    return tell
 
 
 def _once() -> Any:

@@ -23,9 +23,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )  # fmt: skip
 
-from nestling.core.errors import ConfigError, RunError, WireError
+from nestling.core.errors import ConfigError, RemoteError, WireError
 from nestling.core.files import make_folder, write_atomic
 from nestling.deploy.folder import only_one, write_private
+from nestling.deploy.said import plain
 from nestling.runs.files import from_json, printable, read_file, to_json
 
 Flower = Callable[[list[str]], str]
@@ -70,8 +71,8 @@ def new_key(path: Path) -> Path:
 def add_key(flower: Flower, fed: Path, public: Path, client: int) -> Key:
     """Put a public key onto the list as that of `client`.
 
-    Raises `ConfigError` if the client has one or the file is no public key, `RunError` if Flower refuses: as it does a
-    key that was ever on the list.
+    Raises `ConfigError` if the client has one or the file is no public key, `RemoteError` if Flower refuses: as it does
+    a key that was ever on the list.
     """
     name = fingerprint(public)
     with _alone(fed):
@@ -84,7 +85,7 @@ def add_key(flower: Flower, fed: Path, public: Path, client: int) -> Key:
         try:
             said = flower(["supernode", "register", str(public), "--name", f"client-{client}", "--format", "json"])
             found = answer(said, remedy="One that was ever on the list cannot be again; 'nestling keys new' makes one.")
-        except RunError:
+        except RemoteError:
             _write(fed, keys)
             raise
         keys[client] = (int(found["node-id"]), name)
@@ -101,7 +102,7 @@ def list_keys(flower: Flower, fed: Path) -> list[Key]:
 def revoke_key(flower: Flower, fed: Path, client: int) -> None:
     """Take a client's key off the list: its site is refused from then on, in a run that is at work, too.
 
-    Raises `ConfigError` if the client has none, `RunError` if Flower refuses.
+    Raises `ConfigError` if the client has none, `RemoteError` if Flower refuses.
     """
     with _alone(fed):
         keys = _read(fed)
@@ -156,7 +157,7 @@ def _nodes(flower: Flower) -> dict[int, str]:
 
 
 def answer(said: str, *, remedy: str = "See that 'nestling serve' runs there.") -> dict[str, Any]:
-    """The JSON object that Flower's command ends with. Raises `RunError` if it says that it failed, or nothing."""
+    """The JSON object that Flower's command ends with. Raises `RemoteError` if it says that it failed, or nothing."""
     start = said.find("{")
     try:
         found = json.loads(said[start:]) if start >= 0 else {}
@@ -164,8 +165,8 @@ def answer(said: str, *, remedy: str = "See that 'nestling serve' runs there.") 
         found = {}
     if not isinstance(found, dict) or found.get("success") is not True:
         reason = str(found.get("error-message", "")) if isinstance(found, dict) else ""
-        raise RunError(
-            f"refuses ({printable(reason or said.strip()[-200:] or 'no answer')})",
+        raise RemoteError(
+            f"refuses ({plain(reason or said)[-200:] or 'no answer'})",
             where="the server",
             remedy=remedy,
         )

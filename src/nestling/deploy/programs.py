@@ -148,9 +148,12 @@ def super_link(folder: Path, *, host: str, port: int, certificates: Path | None,
     return [*line, "--ssl-keyfile", str(certificates / "server.key"), "--enable-supernode-auth"]
 
 
-def super_node(folder: Path, *, server: str, ca: Path | None, key: Path | None, port: int) -> list[str]:
+def super_node(
+    folder: Path, *, client: int, server: str, ca: Path | None, key: Path | None, port: int
+) -> list[str]:  # fmt: skip
     """The command line of a site."""
-    line = [_program("flower-supernode"), "--superlink", server, "--host", "127.0.0.1", "--port", str(port)]
+    line = [sys.executable, "-P", "-m", "nestling.deploy.task", "flower-supernode", str(client)]
+    line += ["--superlink", server, "--host", "127.0.0.1", "--port", str(port)]
     line += ["--node-config", f'site="{folder}"']
     if ca is None:
         return [*line, "--insecure"]
@@ -164,16 +167,20 @@ def write_connection(home: Path, *, server: str, ca: Path | None) -> None:
     write_atomic(home / "config.toml", text.encode())
 
 
+PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "1000"}
+"""So that `flwr` prints lines to be read by a program: no colours, and none that is broken."""
+
+
 def flwr(folder: Path, args: Sequence[str]) -> str:
     """What `flwr` prints, run against the connection of `write_connection`."""
-    done = start([_program("flwr"), *args], environment=environment(folder, {}), output=subprocess.PIPE)
+    done = start([_program("flwr"), *args], environment=environment(folder, PLAIN), output=subprocess.PIPE)
     out, _ = done.communicate(timeout=120)
     return out.decode("utf-8", "replace") if out else ""
 
 
 def follow(folder: Path, args: Sequence[str]) -> "subprocess.Popen[bytes]":
     """`flwr` started, its output in a pipe."""
-    return start([_program("flwr"), *args], environment=environment(folder, {}), output=subprocess.PIPE)
+    return start([_program("flwr"), *args], environment=environment(folder, PLAIN), output=subprocess.PIPE)
 
 
 def run_until_ended(line: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -2,6 +2,7 @@
 
 flwr-serverapp, flwr-clientapp    our app, whatever the bundle names
 flower-superlink ADDRESSES        Flower's, whose control interface answers only these addresses
+flower-supernode CLIENT           Flower's, which says in our words what the server makes of this client's site
 anything else                     refused: a run of ours needs none
 """
 
@@ -9,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from nestling.core.errors import RemoteError
 from nestling.engines import flower_compat as compat
 
 
@@ -23,8 +25,37 @@ def main() -> None:
     elif name == "flower-superlink":
         allowed = sys.argv.pop(1).split(",")
         compat.run_super_link(frozenset(filter(None, allowed)))
+    elif name == "flower-supernode":
+        _be_site(sys.argv.pop(1))
     else:
         sys.exit(f"nestling: {name} is not started here: a run brings settings, and no code")
+
+
+REFUSALS = {
+    compat.UNLISTED: "its key is not on the server's list, or was taken off it, or its site is connected already: "
+    "one that was killed seems to be for a minute. 'nestling keys list' at the server tells which",
+    compat.UNSIGNED: "what it signs is not believed. The clocks of this machine and the server's have to agree",
+    compat.REVOKED: "its key was taken off the server's list ('nestling keys revoke')",
+}
+"""Why a site is not one, or no longer; the server says a number."""
+
+
+def _be_site(client: str) -> None:
+    """The node, until it is ended, or is refused: exit code 9, with the reason after all that Flower says."""
+    last = ""
+
+    def told(news: str) -> None:
+        nonlocal last
+        last = news
+        text = "refused" if news in REFUSALS else "admitted; it waits for runs"
+        print(f"nestling: client {client} is {text}", flush=True)
+
+    try:
+        compat.run_super_node(told)
+    finally:
+        if last in REFUSALS:
+            print(f"nestling: client {client} is refused: {REFUSALS[last]}.", file=sys.stderr, flush=True)
+            sys.exit(RemoteError.exit_code)
 
 
 def _client_app() -> Any:

@@ -27,6 +27,9 @@ NODE_LOST = 5
 EXPIRED = 3
 """`ErrorCode.MESSAGE_UNAVAILABLE`: its time is over, or what answers it was not sent in full."""
 
+ADMITTED, UNLISTED, UNSIGNED, REVOKED = "admitted", "unlisted", "unsigned", "revoked"
+"""What a server makes of a node, of `run_super_node`."""
+
 CLIENT_APP, SERVER_APP = "flwr-clientapp", "flwr-serverapp"
 """The programs that Flower starts for a message and for a run, looked up in PATH."""
 
@@ -157,6 +160,43 @@ def run_super_link(allowed: frozenset[str]) -> None:
         raise ContextError(f"answers nodes at {prefix!r}", where="flwr", remedy=f"pip install '{EXTRA}'")
     _replace(extensions, "get_middleware", lambda: [middleware(OnlyFrom, allowed=allowed), *usual()])
     import_module("flwr.superlink.cli.flower_superlink").flower_superlink()
+
+
+def run_super_node(told: Callable[[str], None]) -> None:
+    """`flower-supernode`, which calls `told` as soon as the server has said what it makes of this node: ADMITTED, later
+    perhaps REVOKED, or one of the two refusals. The arguments are the process'."""
+    where = import_module("flwr.supernode.fleet_http_connection")
+    rejected: Any = import_module("httpx").HTTPStatusError
+    said = ""
+
+    def hear(status: int, path: str) -> None:
+        nonlocal said
+        activates = path.endswith("/activate-node")
+        if status == 200:
+            news = ADMITTED if activates else ""
+        elif status == 401:  # its signature is no longer believed, or was not to begin with
+            news = REVOKED if said else UNSIGNED
+        else:
+            news = UNLISTED if status == 412 and activates else ""
+        if news and news != said:
+            said = news
+            told(news)
+
+    class Watched(where.FleetHttpClient):  # type: ignore[misc, name-defined]
+        def _unary_unary(self, *, path: str, **rest: Any) -> Any:
+            try:
+                answer = super()._unary_unary(path=path, **rest)
+            except rejected as error:
+                hear(error.response.status_code, path)
+                raise
+            hear(200, path)
+            return answer
+
+    for name in ("_unary_unary", "from_server_address", "ActivateNode"):
+        if not hasattr(where.FleetHttpClient, name):
+            raise ContextError(f"FleetHttpClient has no {name}", where="flwr", remedy=f"pip install '{EXTRA}'")
+    _replace(where, "FleetHttpClient", Watched)
+    import_module("flwr.supernode.cli.flower_supernode").flower_supernode()
 
 
 class OnlyFrom:
