@@ -194,10 +194,10 @@ def longer() -> tuple[str, str]:
 
 
 def beside_lora() -> tuple[str, str]:
-    ours, lora = result("needle_smollm2_short"), result("needle_smollm2_lora_short")
+    ours, lora = result("needle_smollm2_product"), result("needle_smollm2_lora")
     assert ours.base_hash == lora.base_hash
     four, exact = (paired_difference(hits(ours, key=key), hits(lora, key=key)) for key in ("choices", "hits"))
-    text = f"of four {points(*four)}, exact {points(*exact)} (two kinds of fact, 100 items)"
+    text = f"of four {points(*four)}, exact {points(*exact)} (seven kinds of fact, 1,400 items)"
     return text, verdict(*four[1:], above=0)
 
 
@@ -226,7 +226,7 @@ def streaming() -> tuple[str, str]:
 
 
 def constant() -> tuple[str, str]:
-    rows = [r for r in read("streaming")["memory"] if r["row"] == "memory"]
+    rows = [r for r in read("streaming_memory")["memory"] if r["row"] == "memory"]
     held = sorted({f"{r['cache_bytes']:,} B" for r in rows})
     text = f"{', '.join(held)} at {rows[0]['tokens']:,} to {rows[-1]['tokens']:,} tokens, with a window"
     return text, "reproduced, with a window only" if len(held) == 1 else "contradicted"

@@ -272,7 +272,9 @@ def over_flower(module: Any) -> str:
     return module.table(read(name, f"python benchmarks/{name}.py --json")) + "\n"
 
 
+LORA = "FedAvg-LoRA of the same budget, window of 64"
 EARLIER = (("*with earlier addresses*", "needle_smollm2_address"),)
+SEVEN = ((LORA, "needle_smollm2_lora"), *EARLIER)
 TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: runs("digits_5_seeds"),
     "digits-seeds": seeds,
@@ -282,17 +284,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantisers": quantisers,
     "needle-short": lambda: recalls(
         "needle_smollm2_short",
-        more=[("FedAvg-LoRA of the same budget, window of 64", "needle_smollm2_lora_short")],
+        more=[(LORA, "needle_smollm2_lora_short")],
     ),
     "needle-short-kinds": lambda: kinds("needle_smollm2_short"),
     "needle-short-ablations": memory_ablations,
-    "needle-seven": lambda: recalls("needle_smollm2_product", more=EARLIER),
-    "needle-seven-kinds": lambda: kinds("needle_smollm2_product", more=EARLIER),
+    "needle-seven": lambda: recalls("needle_smollm2_product", more=SEVEN),
+    "needle-seven-kinds": lambda: kinds("needle_smollm2_product", more=SEVEN),
     "needle-seven-depths": lambda: depths("needle_smollm2_product", more=EARLIER),
     "needle-own": lambda: recalls("needle_smollm2"),
     "needle-lengths": lengths,
     "stream": lambda: stream("streaming_product"),
-    "stream-memory": lambda: stream_memory("streaming"),
+    "stream-memory": lambda: stream_memory("streaming_memory"),
     "speed": lambda: speed("language"),
     "generating": lambda: generating("language"),
     "flower-rounds": lambda: over_flower(flower_rounds),

@@ -140,7 +140,7 @@ def test_folders_that_cannot_be_written_are_refused(tmp_path, monkeypatch) -> No
 
 def test_exit_codes_are_the_documented_ones() -> None:
     table = {"ConfigError": 2, "ContextError": 3, "SeedError": 4, "WireError": 5, "RunError": 7, "StorageError": 8}
-    table["PrivateStateError"] = 2
+    table |= {"PrivateStateError": 2, "RemoteError": 9}
     kinds = {k: v for k, v in vars(errors).items() if isinstance(v, type) and issubclass(v, NestlingError)}
     assert {name: kind.exit_code for name, kind in kinds.items() if kind is not NestlingError} == table
     assert RunError("is in use", locked=True).exit_code == 6
