@@ -113,7 +113,7 @@ def test_a_sites_host_may_not_submit(federation: Federation) -> None:
     before = runs(federation)
     at_site = ("--server", f"{SERVER}:{federation.port}", "--ca", "fed/certificates/ca.crt")
     done = federation.do("submit", "job.toml", *at_site, name="site0")
-    assert done.returncode == 7
+    assert done.returncode == 9
     assert "takes no orders from this machine's address" in done.stderr
     assert runs(federation) == before
 

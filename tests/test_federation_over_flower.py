@@ -68,7 +68,7 @@ def test_a_second_server_in_the_folder_and_a_second_run_are_refused_and_change_n
     assert second.returncode == 6
     assert "another 'nestling serve' is at work" in second.stderr
     assert len(federation.do("keys", "list").stdout.splitlines()) == 4  # it still asks the first one
-    waits = federation.submit("waits", "flite-digits", "--task.clients", "4")
+    waits = federation.submit("waits", "job.toml --task.clients 4")
     federation.until_said("waits", "waiting for the sites of clients 3")
     also = federation.submit("also", "job.toml")
     assert also.wait(PATIENCE) == 6
@@ -188,7 +188,7 @@ def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_go
     assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy"}
     until(lambda: federation.processes["site2"].poll() is not None, "its site is not told")
     assert federation.processes["site2"].returncode == 9
-    assert "client 2 is refused: its key was taken off the server's list" in federation.log("site2")
+    assert "client 2 is refused: its key is no longer on the server's list" in federation.log("site2")
     begun = federation.log("site2").count("SuperNode ID")
     again = federation.join(2)
     until(lambda: again.poll() is not None, "it is let in again")

@@ -278,7 +278,7 @@ ACTIVATE, PULL = "/v1/fleet/activate-node", "/v1/fleet/pull-messages"
         (
             [(ACTIVATE, 200), (PULL, 401), (PULL, 401)],
             ["admitted", "refused"],
-            "its key was taken off the server's list",
+            "its key is no longer on the server",
         ),
         ([(ACTIVATE, 200), (PULL, 412)], ["admitted"], ""),
         ([(ACTIVATE, 503), (ACTIVATE, 200)], ["admitted"], ""),

@@ -74,12 +74,19 @@ def test_nobody_there(own: Path) -> None:
             reach.check_reached(address, own / CA)
 
 
-def test_a_name_that_nobody_has(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not known"),
+        (UnicodeError("label empty or too long"), "label empty or too long"),  # before anybody is asked for the name
+    ],
+)
+def test_a_name_that_nobody_has(error: Exception, why: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        raise error
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert reach.why_not_reached("no-such-host.invalid:1", own / CA) == "Name or service not known"
+    assert reach.why_not_reached("no-such-host.invalid:1", own / CA) == why
 
 
 def test_another_server(own: Path, tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def join(args: Sequence[str]) -> int:
     if len(str(site / proxy.SOCKET).encode()) > LONGEST_SOCKET:
         raise ConfigError("is too long a path for a socket", where="--dir", remedy="Give a folder nearer to the root.")
     with only_one(site / "join.lock", "another 'nestling join' is at work in it", where=str(site)):
+        why = reach.why_not_reached(c.server, ca)  # before anything is changed: it raises if another answers
         if proxy.is_alive(site):
             proxy.kill(site)  # of an earlier 'join', with its settings
         if c.new_base:
@@ -174,7 +175,7 @@ def join(args: Sequence[str]) -> int:
         write_settings(site, settings)
         line = programs.super_node(site, client=c.client, server=c.server, ca=ca, key=key, port=_free_port())
         print(f"nestling: client {c.client} joins {c.server} from {site}", flush=True)
-        if why := reach.why_not_reached(c.server, ca):
+        if why:
             print(f"nestling: {c.server} is not reached ({why}); waiting until it is", file=sys.stderr, flush=True)
         try:
             return _of_flower(programs.run_until_ended(line, programs.environment(site, {})), "flower-supernode")

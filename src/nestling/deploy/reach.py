@@ -32,8 +32,8 @@ def why_not_reached(address: str, ca: Path | None) -> str:
     try:
         with socket.create_connection((host, port), timeout=PATIENCE) as opened:
             return _greeted(context, opened, address, host)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
+        return getattr(error, "strerror", None) or str(error)
 
 
 def check_reached(address: str, ca: Path | None) -> None:

@@ -82,7 +82,9 @@ def gather(
             if isinstance(answer, Failure):
                 if answer.code not in TRY_AGAIN:
                     raise ContextError(
-                        f"refuses: {answer.detail}", where=_called(number, asked), remedy="See worker.log at the site."
+                        f"refuses: {answer.detail.rstrip('.')}",
+                        where=_called(number, asked),
+                        remedy="See worker.log there.",
                     )
                 why[number] = answer
                 continue

@@ -35,7 +35,7 @@ REFUSALS = {
     compat.UNLISTED: "its key is not on the server's list, or was taken off it, or its site is connected already: "
     "one that was killed seems to be for a minute. 'nestling keys list' at the server tells which",
     compat.UNSIGNED: "what it signs is not believed. The clocks of this machine and the server's have to agree",
-    compat.REVOKED: "its key was taken off the server's list ('nestling keys revoke')",
+    compat.REVOKED: "its key is no longer on the server's list ('nestling keys revoke'), or the clocks no longer agree",
 }
 """Why a site is not one, or no longer; the server says a number."""
 
