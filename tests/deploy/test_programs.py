@@ -242,6 +242,13 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_made(
     assert [path.name for path in (tmp_path / "fed").iterdir()] == ["serve.lock"]
 
 
+def test_what_is_no_address_of_this_machine_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for host in ("192.0.2.1", "2001:db8::1"):  # kept for documents, so nobody's
+        assert main(["serve", "--dir", str(tmp_path / "fed"), "--host", host]) == 2
+        assert f"{host} port 8443: cannot be listened at" in capsys.readouterr().err
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", "70000"]) == 2
+
+
 @pytest.mark.parametrize(("code", "ours"), [(0, 0), (1, 9), (9, 9), (-9, 9)])
 def test_how_a_program_of_flowers_ends_is_never_called_a_bug_of_ours(
     code: int, ours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

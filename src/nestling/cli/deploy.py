@@ -99,7 +99,7 @@ def _check_free(host: str, port: int) -> None:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own
             probe.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
             f"cannot be listened at ({getattr(error, 'strerror', None) or error})",
             where=f"{host} port {port}",
