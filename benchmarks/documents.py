@@ -102,6 +102,20 @@ def quantisers() -> str:
     return lines(head, rows)
 
 
+def hostile() -> str:
+    """Accuracy under each rule and attack, one line a rule."""
+    found: dict[tuple[float, str], dict[str, float]] = {}
+    for row in read("hostile", "python benchmarks/hostile.py --json")["rows"]:
+        accuracies = [accuracy for accuracy, _ in row["found"]]
+        found.setdefault((row["alpha"], row["rule"]), {})[row["attack"]] = sum(accuracies) / len(accuracies)
+    attacks = list(next(iter(found.values())))
+    rows = [
+        (f"{alpha:g}", rule, *(f"{100 * cells[attack]:.1f}" for attack in attacks))
+        for (alpha, rule), cells in found.items()
+    ]
+    return lines(("α", "rule", *attacks), rows)
+
+
 # Language
 
 
@@ -282,6 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pareto": pareto,
     "ablations": ablations,
     "quantisers": quantisers,
+    "hostile": hostile,
     "needle-short": lambda: recalls(
         "needle_smollm2_short",
         more=[(LORA, "needle_smollm2_lora_short")],

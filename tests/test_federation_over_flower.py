@@ -80,7 +80,7 @@ def test_a_second_server_in_the_folder_and_a_second_run_are_refused_and_change_n
     stopped = federation.do(*stop, "--ca", "fed/certificates/ca.crt")
     assert stopped.returncode == 0, stopped.stderr
     assert waits.wait(PATIENCE) == 7
-    assert "It had not begun: submit it anew" in federation.log("waits")
+    assert "It had no round yet" in federation.log("waits")
 
 
 def test_a_key_that_is_not_on_the_list_is_refused(federation: Federation) -> None:

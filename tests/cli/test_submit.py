@@ -63,7 +63,10 @@ BEGUN = b"Successfully started run 7"
     ("log", "advice"),
     [
         ([BEGUN, f"{FOLDER}flite--7".encode(), b"down"], "'nestling submit --resume flite--7 …' goes on with it"),
-        ([BEGUN, f"{LINE}waiting for the sites".encode()], "It had not begun: submit it anew"),
+        (
+            [BEGUN, f"{LINE}waiting for the sites".encode()],
+            "It had no round yet: unless it still waits .'submit --stop 7' ends it., submit it anew",
+        ),
         ([b"down"], "See the server's output"),
     ],
 )

@@ -124,3 +124,25 @@ def test_what_is_no_certificate(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_text("no")
     with pytest.raises(ConfigError, match=r"ca\.crt: holds no certificate"):
         reach.why_not_reached("127.0.0.1:1", tmp_path / "ca.crt")
+
+
+def test_one_that_hangs_up_may_be_there_later(own: Path) -> None:
+    """As what forwards a port to a server that has not begun does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            accepted, _ = listening.accept()
+            accepted.recv(1 << 16)
+            accepted.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert reach.why_not_reached(f"127.0.0.1:{listening.getsockname()[1]}", own / CA) == "it hangs up"
+        thread.join()
+
+
+def test_a_proxy_is_flowers_way_and_not_looked_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "getproxies", lambda: {"https": "http://proxy.example.org:3128"})
+    monkeypatch.setattr(reach, "proxy_bypass", lambda host: host == "127.0.0.1")
+    assert reach.why_not_reached("fed.example.org:1", None) == ""
+    assert reach.why_not_reached("127.0.0.1:1", None) == "Connection refused"

@@ -96,7 +96,7 @@ def submit(args: Sequence[str]) -> int:
         if not resumed and command.config.machine.references:  # type: ignore[union-attr]
             print("nestling: no rows of reference: nobody has the data of all sites", file=sys.stderr)
         try:
-            result = followed(process.stdout, to_stderr=command.json)
+            result = followed(process.stdout, to_stderr=command.json, folder=resumed)
         except KeyboardInterrupt:
             print("nestling: the run goes on at the server; 'nestling submit --stop' ends it", file=sys.stderr)
             raise
@@ -107,15 +107,15 @@ def submit(args: Sequence[str]) -> int:
     return 0
 
 
-def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
-    """Show what a run says of itself until it has ended; returns its result.
+def followed(lines: Iterable[bytes], *, to_stderr: bool, folder: str = "") -> Result:
+    """Show what a run says of itself until it has ended; returns its result. `folder` is that of a run gone on with.
 
     Raises `RunError`, with the exit code that the run would have had here, if it fails, and if its log ends before;
     `RemoteError` if this machine may not submit.
     """
     from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT, plain, uncoloured
 
-    stream, last, begun, folder = sys.stderr if to_stderr else sys.stdout, "", False, ""
+    stream, last, begun = sys.stderr if to_stderr else sys.stdout, "", ""
     for raw in lines:
         line = uncoloured(raw.decode("utf-8", "replace"))
         if line.startswith(RESULT):
@@ -134,7 +134,7 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
         elif line.startswith(LINE):
             print(printable(line.removeprefix(LINE)), file=stream, flush=True)
         elif started := _STARTED.search(line):
-            begun = True
+            begun = started[1]
             print(
                 f"submitted as run {started[1]}; 'nestling submit --stop {started[1]} …' ends it",
                 file=stream, flush=True,
@@ -150,7 +150,9 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool) -> Result:
     if folder:
         remedy = f"'nestling submit --resume {folder} …' goes on with it."
     else:
-        remedy = "It had not begun: submit it anew." if begun else "See the server's output."
+        remedy = "See the server's output."
+        if begun:
+            remedy = f"It had no round yet: unless it still waits ('submit --stop {begun}' ends it), submit it anew."
     said = f" ({last})" if last else ""
     raise RunError(f"the run's log ended without a result{said}", where="server", remedy=remedy)
 

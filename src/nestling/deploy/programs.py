@@ -71,7 +71,7 @@ def split_address(address: str) -> tuple[str, int]:
     ('::1', 8443)
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host.strip("[]") or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is no HOST:PORT", where="--server", remedy="Give server.example.org:8443.")
     return host.strip("[]"), int(port)
 

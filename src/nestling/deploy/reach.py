@@ -7,6 +7,7 @@ another certificate, TLS where none was meant, and none where it was.
 import socket
 import ssl
 from pathlib import Path
+from urllib.request import getproxies, proxy_bypass
 
 from nestling.core.errors import ConfigError, RemoteError
 from nestling.deploy.programs import split_address
@@ -25,14 +26,18 @@ def why_not_reached(address: str, ca: Path | None) -> str:
     Raises `ConfigError` if `ca` holds no certificate, `RemoteError` (exit code 9) if who answers is another.
     """
     host, port = split_address(address)
+    if getproxies().keys() & {"http", "https", "all"} and not proxy_bypass(host):
+        return ""  # Flower goes that way, and this look would not
     try:
         context = ssl.create_default_context(cafile=ca) if ca else _trusting()
-    except (ssl.SSLError, OSError) as error:
+    except ssl.SSLError as error:
         raise ConfigError("holds no certificate", where=str(ca), remedy="Give the server's ca.crt.") from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read ({error.strerror})", where=str(ca), remedy="Give ca.crt.") from error
     try:
         with socket.create_connection((host, port), timeout=PATIENCE) as opened:
             return _greeted(context, opened, address, host)
-    except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
+    except (OSError, ValueError) as error:  # the second: a name that cannot be one
         return getattr(error, "strerror", None) or str(error)
 
 
@@ -63,10 +68,12 @@ def _greeted(context: ssl.SSLContext, opened: socket.socket, address: str, host:
             where=address,
             remedy=f"Ask its owner for ca.crt; 'nestling serve --name {host}' puts this name into its certificate.",
         ) from error
+    except ssl.SSLEOFError:  # it hangs up, as what forwards to a server that is not there does
+        return "it hangs up" if secure else ""
     except ssl.SSLError as error:  # it has answered, in another way
         if secure:
             raise RemoteError(
-                f"does not speak TLS ({error.reason or error})",
+                f"does not speak TLS as it should ({error.reason or error})",
                 where=address,
                 remedy="It was started with --insecure, or is another program.",
             ) from error

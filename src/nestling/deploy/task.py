@@ -8,6 +8,7 @@ anything else                     refused: a run of ours needs none
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from nestling.core.errors import RemoteError
@@ -48,13 +49,15 @@ def _be_site(client: str) -> None:
         nonlocal last
         last = news
         text = "refused" if news in REFUSALS else "admitted; it waits for runs"
-        print(f"nestling: client {client} is {text}", flush=True)
+        with suppress(OSError):  # nobody reads it any more: no reason not to be a site
+            print(f"nestling: client {client} is {text}", flush=True)
 
     try:
         compat.run_super_node(told)
     finally:
         if last in REFUSALS:
-            print(f"nestling: client {client} is refused: {REFUSALS[last]}.", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"nestling: client {client} is refused: {REFUSALS[last]}.", file=sys.stderr, flush=True)
             sys.exit(RemoteError.exit_code)
 
 
