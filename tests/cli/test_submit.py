@@ -78,6 +78,12 @@ def test_a_log_that_is_cut_short_says_how_to_go_on(
     assert ("in flite--7; " in capsys.readouterr().out) == (FOLDER.encode() in log[-2 if len(log) > 1 else 0])
 
 
+def test_a_name_from_the_server_is_one_word_of_the_command_that_is_advised(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(RunError, match=r"--resume 'x; rm -rf ~' …"):
+        followed([BEGUN, f"{FOLDER}x; rm -rf ~".encode()], to_stderr=False)
+    assert "--resume 'x; rm -rf ~' …" in capsys.readouterr().out
+
+
 def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
     with pytest.raises(RunError, match="no such host"):
         followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -125,7 +126,7 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool, folder: str = "") -> Re
             told = from_json(line.removeprefix(ERROR), "the server's error")
             raise _error_of(told)
         if line.startswith(FOLDER):
-            folder = printable(line.removeprefix(FOLDER))
+            folder = shlex.quote(printable(line.removeprefix(FOLDER))[:200])  # it stands in a command to be typed
             print(
                 f"in {folder}; 'nestling submit --resume {folder} …' goes on if it is cut short",
                 file=stream,
