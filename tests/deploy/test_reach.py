@@ -139,10 +139,3 @@ def test_one_that_hangs_up_may_be_there_later(own: Path) -> None:
         thread.start()
         assert reach.why_not_reached(f"127.0.0.1:{listening.getsockname()[1]}", own / CA) == "it hangs up"
         thread.join()
-
-
-def test_a_proxy_is_flowers_way_and_not_looked_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "getproxies", lambda: {"https": "http://proxy.example.org:3128"})
-    monkeypatch.setattr(reach, "proxy_bypass", lambda host: host == "127.0.0.1")
-    assert reach.why_not_reached("fed.example.org:1", None) == ""
-    assert reach.why_not_reached("127.0.0.1:1", None) == "Connection refused"

@@ -7,7 +7,6 @@ another certificate, TLS where none was meant, and none where it was.
 import socket
 import ssl
 from pathlib import Path
-from urllib.request import getproxies, proxy_bypass
 
 from nestling.core.errors import ConfigError, RemoteError
 from nestling.deploy.programs import split_address
@@ -26,8 +25,6 @@ def why_not_reached(address: str, ca: Path | None) -> str:
     Raises `ConfigError` if `ca` holds no certificate, `RemoteError` (exit code 9) if who answers is another.
     """
     host, port = split_address(address)
-    if getproxies().keys() & {"http", "https", "all"} and not proxy_bypass(host):
-        return ""  # Flower goes that way, and this look would not
     try:
         context = ssl.create_default_context(cafile=ca) if ca else _trusting()
     except ssl.SSLError as error:
