@@ -163,7 +163,7 @@ def test_a_site_that_is_killed_costs_its_own_replies_and_the_run_goes_on(federat
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["accepted"] == 3
     assert rows[-1]["accepted"] == 2
-    assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy", "client_error"}
+    assert set(read_result(runs(federation)[-1]).rejected) <= {"away", "node_lost", "late", "busy", "client_error"}
 
 
 def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_goes_on(federation: Federation) -> None:
@@ -185,7 +185,7 @@ def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_go
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["accepted"] == 3
     assert rows[-1]["accepted"] == 2
-    assert set(read_result(runs(federation)[-1]).rejected) <= {"node_lost", "late", "busy"}
+    assert set(read_result(runs(federation)[-1]).rejected) <= {"away", "node_lost", "late", "busy"}
     until(lambda: federation.processes["site2"].poll() is not None, "its site is not told")
     assert federation.processes["site2"].returncode == 9
     assert "client 2 is refused: its key is no longer on the server's list" in federation.log("site2")

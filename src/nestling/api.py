@@ -147,7 +147,8 @@ def _recorded(
         return _run(config, folder, recorder, progress or (lambda _: None), found, engine, examples)
     except KeyboardInterrupt:
         kept = (folder.path / "checkpoints").is_dir()
-        where = "; 'nestling resume' goes on after the last finished round" if kept else " before a round was finished"
+        how = "'nestling resume'" if engine is None else "'nestling submit --resume' (in Python nestling.resume)"
+        where = f"; {how} goes on after the last finished round" if kept else " before a round was finished"
         recorder.stop("stopped", f"interrupted{where}")
         raise
     except NestlingError as error:

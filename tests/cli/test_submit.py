@@ -37,6 +37,12 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
     said = {"success": False, "error-message": "no such run"}
     assert main(stop) == 9
     assert "no such run). Give the number of a run" in capsys.readouterr().err
+    said = {"success": False, "error-message": "Using SuperLink: nestling (x:1)\n✋ Stopping run ID 5...\n\nno run"}
+    assert main(stop) == 9
+    assert "the server: refuses (no run). Give" in capsys.readouterr().err
+    said = {"success": False, "error-message": REFUSED.format(what="stop-run")}
+    assert main(stop) == 9
+    assert "takes no orders from this machine's address. Give them on the server's" in capsys.readouterr().err
 
 
 def test_an_error_there_is_the_error_here() -> None:
@@ -59,33 +65,54 @@ def test_what_went_wrong_at_the_server_is_said_once() -> None:
 BEGUN = b"Successfully started run 7"
 
 
+NAMED, WAITS = f"{FOLDER}flite--7".encode(), f"{LINE}waiting for the sites".encode()
+RESUME = "'nestling submit --resume flite--7 …' goes on with it"
+
+
 @pytest.mark.parametrize(
-    ("log", "advice"),
+    ("log", "status", "code", "said"),
     [
-        ([BEGUN, f"{FOLDER}flite--7".encode(), b"down"], "'nestling submit --resume flite--7 …' goes on with it"),
-        (
-            [BEGUN, f"{LINE}waiting for the sites".encode()],
-            "It had no round yet: unless it still waits .'submit --stop 7' ends it., submit it anew",
-        ),
-        ([b"down"], "See the server's output"),
+        ([BEGUN, NAMED], "finished:stopped", 7, f"run 7: was stopped. {RESUME}"),
+        ([BEGUN, WAITS], "finished:stopped", 7, "run 7: was stopped. It had no round yet: submit it anew"),
+        ([BEGUN, NAMED, b"killed"], "finished:failed", 7, rf"run 7: ended without a result \(killed\). {RESUME}"),
+        ([BEGUN, WAITS], "finished:failed", 7, "run 7: ended without a result. See the server's output"),
+        ([BEGUN, NAMED], "running", 9, f"run 7: goes on at the server.*'nestling submit --stop 7 …' ends it. {RESUME}"),
+        ([BEGUN, NAMED, b"down"], "", 9, rf"run 7: is not heard of any more.*\(down\). {RESUME}"),
+        ([BEGUN, WAITS], "", 9, "is not heard of any more.*If it had not begun it will.*'submit --stop 7'"),
+        ([b"down"], "", 9, r"the server: has not taken the run \(down\)"),
     ],
 )
-def test_a_log_that_is_cut_short_says_how_to_go_on(
-    log: list[bytes], advice: str, capsys: pytest.CaptureFixture
-) -> None:  # fmt: skip
-    with pytest.raises(RunError, match=advice):
-        followed(log, to_stderr=False)
-    assert ("in flite--7; " in capsys.readouterr().out) == (FOLDER.encode() in log[-2 if len(log) > 1 else 0])
+def test_a_log_that_is_cut_short_says_why_and_how_to_go_on(
+    log: list[bytes], status: str, code: int, said: str, capsys: pytest.CaptureFixture
+) -> None:
+    asked: list[str] = []
+    with pytest.raises((RunError, RemoteError), match=said) as caught:
+        followed(log, to_stderr=False, ended=lambda number: asked.append(number) or status)
+    assert caught.value.exit_code == code
+    assert asked == (["7"] if BEGUN in log else [])
+    assert ("in flite--7; " in capsys.readouterr().out) == (NAMED in log)
+
+
+def test_the_folders_name_is_shown_once(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(RemoteError, match="--resume flite--7 "):
+        followed([BEGUN, NAMED, NAMED, f"{FOLDER}other".encode()], to_stderr=False)
+    assert capsys.readouterr().out.count("in flite--7; ") == 1
+
+
+def test_the_three_forms_are_told_without_a_config(capsys: pytest.CaptureFixture) -> None:
+    assert (main(["submit", "--help"]), main(["submit"])) == (0, 2)
+    out = capsys.readouterr().out
+    assert all(flag in out for flag in ("--server", "--ca", "--insecure", "--stop", "--resume", "--json"))
 
 
 def test_a_name_from_the_server_is_one_word_of_the_command_that_is_advised(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(RunError, match=r"--resume 'x; rm -rf ~' …"):
+    with pytest.raises(RemoteError, match=r"--resume 'x; rm -rf ~' …"):
         followed([BEGUN, f"{FOLDER}x; rm -rf ~".encode()], to_stderr=False)
     assert "--resume 'x; rm -rf ~' …" in capsys.readouterr().out
 
 
 def test_a_log_that_ends_without_a_result_says_what_it_ended_with() -> None:
-    with pytest.raises(RunError, match="no such host"):
+    with pytest.raises(RemoteError, match="no such host"):
         followed(["╭─ Error ─╮".encode(), "│ no such host │".encode(), "╰──╯".encode()], to_stderr=False)
 
 
@@ -93,7 +120,7 @@ REFUSED = "│ Error Client error '403 Forbidden' for url 'https://fed:8443/v1/c
 
 
 def test_a_machine_that_may_not_submit_is_told_so() -> None:
-    with pytest.raises(RemoteError, match=r"server: takes no orders from this machine's address.*--control"):
+    with pytest.raises(RemoteError, match=r"the server: takes no orders from this machine's address.*--control"):
         followed([b"Using SuperLink: nestling", REFUSED.format(what="start-run").encode()], to_stderr=False)
 
 
@@ -101,8 +128,8 @@ def test_whatever_else_is_forbidden_is_not_called_so() -> None:
     """A run that has begun was taken; and other servers, too, say 403."""
     begun = [b"Successfully started run 77", REFUSED.format(what="stream-logs").encode()]
     elsewhere = [b"'403 Forbidden' for url 'https://example.org/model'", b"fatal: disk full"]
-    for said in (begun, elsewhere):
-        with pytest.raises(RunError, match="ended without a result"):
+    for said, what in ((begun, "is not heard of any more"), (elsewhere, "has not taken the run")):
+        with pytest.raises(RemoteError, match=what):
             followed(said, to_stderr=False)
 
 

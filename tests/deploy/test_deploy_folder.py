@@ -1,6 +1,7 @@
 """A site's and a server's folder: nobody else can read it, and what is kept there is what is read."""
 
 import stat
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_numbers_that_no_worker_can_use_are_refused(wrong: dict[str, float], tmp
 
 
 def test_only_one_process_is_in_a_block_with_a_lock(tmp_path: Path) -> None:
-    def taken() -> AbstractContextManager[None]:
+    def taken() -> AbstractContextManager[int]:
         return only_one(tmp_path / "lock", "is taken", where="here")
 
     with taken():
@@ -101,3 +102,20 @@ def test_only_one_process_is_in_a_block_with_a_lock(tmp_path: Path) -> None:
         assert caught.value.exit_code == 6
     with taken():
         pass
+
+
+def test_who_holds_a_lock_is_named_and_may_be_waited_for(tmp_path: Path) -> None:
+    def taken(name: str, wait: float = 0.0) -> AbstractContextManager[int]:
+        return only_one(tmp_path / "lock", "is taken", where="here", name=name, wait=wait)
+
+    with taken("run 18446744073709551615"), pytest.raises(RunError, match=r"\(run 18446744073709551615\)"), taken("x"):
+        raise AssertionError
+    with taken("x\x1b"), pytest.raises(RunError, match=r"is taken \(x\\x1b\)"), taken("y", 0.3):
+        raise AssertionError
+    first = taken("first")
+    first.__enter__()
+    freeing = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
+    freeing.start()
+    with taken("second", wait=30.0):
+        assert (tmp_path / "lock").read_text() == "second"
+    freeing.join()

@@ -8,20 +8,23 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
 from nestling.cli.main import main
-from nestling.core.errors import ConfigError, ContextError
+from nestling.core.errors import ConfigError, ContextError, RemoteError
 from nestling.deploy import programs
 from nestling.deploy.folder import FedSettings, read_settings
+from nestling.deploy.process import start
 from nestling.engines import flower_compat as compat
 
 
@@ -144,6 +147,7 @@ def test_a_secure_server_asks_for_keys_and_installs_nothing(tmp_path: Path) -> N
 def test_the_connection_is_as_flower_reads_it(tmp_path: Path, ca: Path | None) -> None:
     programs.write_connection(tmp_path, server="host:1", ca=ca)
     told = tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["nestling"]
+    assert programs.read_connection(tmp_path) == ("host:1", ca)
     assert told == {"address": "host:1"} | ({"root-certificates": "/a/ca.crt"} if ca else {"insecure": True})
 
 
@@ -186,50 +190,86 @@ def test_nobody_can_claim_to_come_from_this_machine(tmp_path: Path, monkeypatch:
     assert answered("/v1/control/start-run", "192.0.2.1", claims="127.0.0.1", trusted=trusted) == 403
 
 
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens at, at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     ("host", "here"),
     [
-        ("0.0.0.0", "127.0.0.1:8443"),
-        ("::", "[::1]:8443"),
-        ("[::1]", "[::1]:8443"),
-        ("localhost", "localhost:8443"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("[::1]", "[::1]"),
+        ("localhost", "localhost"),
     ],
 )
 def test_a_server_is_told_where_it_is_and_what_is_its_own(
-    host: str, here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: str, here: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
+
+    def run(line: list[str], environment: dict[str, str], keep: list[int]) -> int:
+        started.append((line, environment))
+        return 0
+
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment: started.append((line, environment)) or 0)
-    fed = tmp_path / "fed"
-    assert main(["serve", "--dir", str(fed), "--host", host, "--control", "2001:DB8::1", "--model", "hub/name"]) == 0
+    monkeypatch.setattr(programs, "run_until_ended", run)
+    fed, where = tmp_path / "fed", ["--host", host, "--port", str(port)]
+    assert main(["serve", "--dir", str(fed), *where, "--control", "2001:DB8::1", "--model", "hub/name"]) == 0
     line, environment = started[0]
     assert line[4:6] == ["flower-superlink", "127.0.0.1,::1,2001:db8::1"]
     assert line[line.index("--host") + 1] == host.strip("[]")
-    assert tomllib.loads((fed / "flower" / "config.toml").read_text())["superlink"]["nestling"]["address"] == here
+    assert programs.read_connection(fed / "flower") == (f"{here}:{port}", fed / "certificates" / "ca.crt")
     assert environment["HF_HUB_OFFLINE"] == "1"
     settings = read_settings(FedSettings, fed)
     assert (settings.model, settings.authenticated) == ("hub/name", True)
 
 
 def test_a_second_server_in_a_folder_changes_nothing_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     fed, second = tmp_path / "fed", list[int]()
 
-    def runs(line: object, environment: object) -> int:
+    def runs(line: object, environment: object, keep: object) -> int:
         if not second:
-            second.append(main(["serve", "--dir", str(fed), "--port", "8444", "--wait", "7"]))
+            second.append(main(["serve", "--dir", str(fed), "--port", "1", "--wait", "7"]))
         return 0
 
     monkeypatch.setattr(programs, "run_until_ended", runs)
-    assert main(["serve", "--dir", str(fed), "--port", "8443"]) == 0
+    assert main(["serve", "--dir", str(fed), "--port", str(port)]) == 0
     assert second == [6]
     assert "another 'nestling serve' is at work in it" in capsys.readouterr().err
-    connection = tomllib.loads((fed / "flower" / "config.toml").read_text())["superlink"]["nestling"]
-    assert connection["address"] == "127.0.0.1:8443"
+    assert programs.read_connection(fed / "flower")[0] == f"127.0.0.1:{port}"
     assert read_settings(FedSettings, fed).wait == 300
-    assert main(["serve", "--dir", str(fed), "--port", "8444"]) == 0
+    assert main(["serve", "--dir", str(fed), "--port", str(port)]) == 0
+
+
+def test_the_server_of_a_serve_that_was_killed_is_waited_for(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It holds a lock of the folder by itself, as long as it ends its runs; two would share one database."""
+    fed, left = tmp_path / "fed", list[Any]()
+
+    def killed(line: object, environment: object, keep: list[int]) -> int:
+        left.append(start([sys.executable, "-c", "import time; time.sleep(60)"], keep=keep))
+        return 0
+
+    monkeypatch.setattr(programs, "run_until_ended", killed)
+    monkeypatch.setattr("nestling.cli.deploy.ENDING", 0.5)
+    serve = ["serve", "--dir", str(fed), "--port", str(port)]
+    assert main(serve) == 0
+    try:
+        assert main(serve) == 6
+        assert "its last server is still at work" in capsys.readouterr().err
+    finally:
+        left[0].kill()
+        left[0].wait()
+    monkeypatch.setattr(programs, "run_until_ended", lambda *_, **__: 0)
+    assert main(serve) == 0
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_made(
@@ -239,22 +279,60 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_made(
         port = other.getsockname()[1]
         assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", str(port)]) == 2
     assert f"127.0.0.1 port {port}: cannot be listened at" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "fed").iterdir()] == ["serve.lock"]
+    assert sorted(path.name for path in (tmp_path / "fed").iterdir()) == ["serve.lock", "server.lock"]
 
 
-def test_what_is_no_address_of_this_machine_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for host in ("192.0.2.1", "2001:db8::1"):  # kept for documents, so nobody's
-        assert main(["serve", "--dir", str(tmp_path / "fed"), "--host", host]) == 2
-        assert f"{host} port 8443: cannot be listened at" in capsys.readouterr().err
-    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", "70000"]) == 2
+def test_a_name_is_tried_at_each_of_its_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with socket.socket(socket.AF_INET6) as other:
+        other.bind(("::1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)),
+            (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", port, 0, 0)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        assert main(["serve", "--dir", str(tmp_path / "fed"), "--host", "localhost", "--port", str(port)]) == 2
+    assert f"localhost port {port}: cannot be listened at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "family", "address"),
+    [
+        ("192.0.2.1", socket.AF_INET, ("192.0.2.1", 8443)),  # kept for documents, so nobody's
+        ("2001:db8::1", socket.AF_INET6, ("2001:db8::1", 8443, 0, 0)),
+    ],
+)
+def test_what_is_no_address_of_this_machine_is_no_traceback(
+    host: str,
+    family: int,
+    address: tuple[object, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, socket.SOCK_STREAM, 0, "", address)])
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--host", host]) == 2
+    assert f"{host} port 8443: cannot be listened at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "65536", "70000", "-1"])
+def test_what_is_no_port_is_told(number: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", number]) == 2
+    assert f"--port: is {number}. Give 1 to 65535." in capsys.readouterr().err
+    assert not (tmp_path / "fed").exists()
 
 
 @pytest.mark.parametrize(("code", "ours"), [(0, 0), (1, 9), (9, 9), (-9, 9)])
 def test_how_a_program_of_flowers_ends_is_never_called_a_bug_of_ours(
-    code: int, ours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, ours: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment: code)
-    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", "8443"]) == ours
+    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment, keep: code)
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", str(port)]) == ours
 
 
 class Answers:
@@ -314,6 +392,8 @@ def test_a_site_is_told_what_the_server_makes_of_it(
     monkeypatch.setattr(Answers, "statuses", [status for _, status in asked])
     monkeypatch.setattr(import_module("flwr.supernode.cli.flower_supernode"), "flower_supernode", node)
     monkeypatch.setattr("sys.argv", ["task", "flower-supernode", "3", "--insecure"])
+    monkeypatch.setattr(threading, "Timer", MagicMock())  # it would end this process
+    monkeypatch.setattr(os, "_exit", sys.exit)
     if why:
         with pytest.raises(SystemExit) as ended:
             task.main()
@@ -323,6 +403,32 @@ def test_a_site_is_told_what_the_server_makes_of_it(
     out, err = capsys.readouterr()
     assert [line.partition(" is ")[2].split(";")[0] for line in out.splitlines()] == said
     assert (f"nestling: client 3 is refused: {why}" in err) if why else (err == "")
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "os.kill(os.getpid(), 15)", "time.sleep(60)"])
+def test_however_flower_ends_a_site_that_is_refused_it_ends_with_our_code(ending: str) -> None:
+    """What is refused in one of Flower's threads ends the process by a handler that calls it a success, or hangs."""
+    program = f"""
+import os, signal, sys, threading, time
+from nestling.deploy import task
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+def node(told):
+    told(task.compat.ADMITTED)
+    thread = threading.Thread(target=told, args=[task.compat.REVOKED])
+    thread.start()
+    thread.join()
+    {ending}
+    time.sleep(60)
+task.LONGEST_END, task.compat.run_super_node = 1.0, node
+task._be_site("3")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 9
+    assert done.stdout.splitlines() == [
+        "nestling: client 3 is admitted; it waits for runs",
+        "nestling: client 3 is refused",
+    ]
+    assert done.stderr.startswith("nestling: client 3 is refused: its key is no longer on the server's list")
 
 
 def test_a_private_name_that_is_gone_is_an_error_and_never_a_guard_left_out() -> None:
@@ -361,6 +467,7 @@ def test_the_private_names_are_there() -> None:
         ["submit", "flite-digits", "--server", "fed.example.org:1"],
         ["submit", "flite-digits"],
         ["keys", "list", "--dir", "nowhere"],
+        ["join", "--server", "127.0.0.1:1", "--client", "0", "--ca", __file__, "--key", __file__],
     ],
 )
 def test_what_is_not_safe_or_not_there_is_refused_before_anything_is_made(
@@ -370,3 +477,27 @@ def test_what_is_not_safe_or_not_there_is_refused_before_anything_is_made(
     assert main(args) == 2
     assert capsys.readouterr().err.startswith("nestling: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_connection_is_told(tmp_path: Path) -> None:
+    for text in ("", "[superlink", "superlink = 3"):
+        (tmp_path / "config.toml").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.toml: says of no server"):
+            programs.read_connection(tmp_path)
+
+
+def test_flowers_command_is_asked_for_plain_lines_and_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = tmp_path / "flwr"
+    shown.write_text('#!/bin/sh\nenv; [ "$1" = hang ] && exec sleep 60\nexit 0\n')
+    shown.chmod(0o700)
+    monkeypatch.setattr(programs, "_program", lambda name: str(shown))
+    for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+        monkeypatch.setenv(name, "1")
+    said = programs.flwr(tmp_path, ["list"]).splitlines()
+    assert "NO_COLOR=1" in said
+    assert not [line for line in said if line.startswith(("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"))]
+    monkeypatch.setattr(programs, "_LONGEST_ANSWER", 0.2)
+    with pytest.raises(RemoteError, match=r"has not answered for 0\.2 s"):
+        programs.flwr(tmp_path, ["hang"])

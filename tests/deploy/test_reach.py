@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cryptography", reason="needs the extra nestling[flower]")
+pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
 from nestling.core.errors import ConfigError, RemoteError
 from nestling.deploy import reach
 from nestling.deploy.certificates import CA, SERVER, SERVER_KEY, make_certificates
 
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
 
 @contextmanager
-def answering(certificates: Path | None, says: bytes = b"HTTP/1.1 400 Bad Request\r\n\r\n") -> Iterator[str]:
+def answering(certificates: Path | None, says: bytes = NOT_FOUND) -> Iterator[str]:
     """Something that listens on the loopback; its address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if certificates:
@@ -27,17 +29,17 @@ def answering(certificates: Path | None, says: bytes = b"HTTP/1.1 400 Bad Reques
         with suppress(OSError):
             while True:
                 accepted, _ = listening.accept()
-                with accepted, suppress(OSError):
-                    if certificates:
-                        context.wrap_socket(accepted, server_side=True).close()
-                    elif says:
-                        accepted.recv(1)
-                        accepted.sendall(says)
+                with (
+                    suppress(OSError),
+                    context.wrap_socket(accepted, server_side=True) if certificates else accepted as on,
+                ):
+                    asked.append(on.recv(1 << 16))
+                    if says:
+                        on.sendall(says)
                     else:
-                        accepted.recv(1 << 16)
                         done.wait(30)
 
-    done = threading.Event()
+    done, asked = threading.Event(), list[bytes]()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -91,7 +93,8 @@ def test_a_name_that_nobody_has(error: Exception, why: str, own: Path, monkeypat
 
 def test_another_server(own: Path, tmp_path: Path) -> None:
     make_certificates(tmp_path, [])
-    with answering(tmp_path) as address, pytest.raises(RemoteError, match="is not a server that --ca vouches for"):
+    said = r"is not a server that --ca vouches for.*\. Ask the server's owner for its ca\.crt\.$"
+    with answering(tmp_path) as address, pytest.raises(RemoteError, match=said):
         reach.why_not_reached(address, own / CA)
 
 
@@ -99,7 +102,9 @@ def test_a_server_by_a_name_that_its_certificate_does_not_have(own: Path, monkey
     with answering(own) as address:
         port = address.rpartition(":")[2]
         there = socket.create_connection
-        monkeypatch.setattr(socket, "create_connection", lambda to, **more: there(("127.0.0.1", to[1]), **more))
+        monkeypatch.setattr(
+            socket, "create_connection", lambda to, *more, **named: there(("127.0.0.1", to[1]), *more, **named)
+        )
         reach.check_reached(f"fed.example.org:{port}", own / CA)
         with pytest.raises(RemoteError, match=r"mismatch.*--name other\.example\.org"):
             reach.check_reached(f"other.example.org:{port}", own / CA)
@@ -117,7 +122,7 @@ def test_one_that_says_nothing(own: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with answering(None, says=b"") as address:
         assert "timed out" in reach.why_not_reached(address, own / CA)
     with answering(None, says=b"") as address:
-        assert reach.why_not_reached(address, None) == ""  # a server without TLS may wait for more
+        assert "timed out" in reach.why_not_reached(address, None)
 
 
 def test_what_is_no_certificate(tmp_path: Path) -> None:
@@ -131,11 +136,58 @@ def test_one_that_hangs_up_may_be_there_later(own: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def hang_up() -> None:
-            accepted, _ = listening.accept()
-            accepted.recv(1 << 16)
-            accepted.close()
+            for _ in range(3):  # the last: whether it speaks TLS
+                accepted, _ = listening.accept()
+                accepted.recv(1 << 16)
+                accepted.close()
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        assert reach.why_not_reached(f"127.0.0.1:{listening.getsockname()[1]}", own / CA) == "it hangs up"
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert reach.why_not_reached(address, own / CA) == "it hangs up"
+        assert "disconnected" in reach.why_not_reached(address, None)
         thread.join()
+
+
+def test_what_answers_in_the_place_of_a_server_is_none(own: Path) -> None:
+    says = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with answering(own, says) as address:
+        assert reach.why_not_reached(address, own / CA) == "it answers 502"
+
+
+def test_it_is_asked_by_way_of_the_proxy_that_flowers_programs_use(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Where only the proxy has a way to the server, and where the proxy has none."""
+    seen: list[bytes] = []
+
+    def tunnel() -> None:
+        accepted, _ = listening.accept()
+        with accepted:
+            seen.append(accepted.recv(1 << 16))
+            host, port = address.split(":")
+            with socket.create_connection((host, int(port))) as behind:
+                accepted.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                back = threading.Thread(target=pump, args=(behind, accepted))
+                back.start()
+                pump(accepted, behind)
+                back.join()
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    with answering(own) as address, socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread = threading.Thread(target=tunnel)
+        thread.start()
+        port = address.rpartition(":")[2]
+        reach.check_reached(f"fed.example.org:{port}", own / CA)  # a name that this machine does not know
+        thread.join()
+        assert seen[0].startswith(b"CONNECT fed.example.org:")
+    assert reach.why_not_reached(f"fed.example.org:{port}", own / CA) == "Connection refused"  # the proxy's port
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with answering(own) as address:
+        reach.check_reached(address, own / CA)

@@ -12,7 +12,7 @@ pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-from nestling.core.errors import ConfigError, ContextError
+from nestling.core.errors import ConfigError, ContextError, RunError
 from nestling.core.types import Engine, Failure
 from nestling.engines import flower_compat as compat
 from nestling.engines.flower import FlowerEngine, from_record, kind_of, to_record, to_refusal
@@ -184,7 +184,7 @@ def test_a_client_without_a_node_and_one_whose_node_is_gone_are_not_waited_for()
     grid = Grid()
     grid.offline = {30}
     replies = FlowerEngine(grid, SITES).exchange({**MESSAGES, 5: b"x"})  # no deadline: it would wait for ever
-    assert [replies[c].code for c in (3, 5)] == ["node_lost", "no_site"]
+    assert [(replies[c].code, replies[c].sent) for c in (3, 5)] == [("away", False), ("no_site", False)]
     assert {c: r for c, r in replies.items() if c in (7, 9, 1)} == good((7, 9, 1))
     grid.offline = set()
     assert FlowerEngine(grid, SITES).exchange(MESSAGES) == good()
@@ -194,7 +194,7 @@ def test_a_message_that_flower_does_not_take_is_a_failure() -> None:
     grid = Grid()
     grid.refuse = 70
     replies = exchange(grid)
-    assert replies[7] == Failure("not_sent", "client 7: the message was not taken")
+    assert replies[7] == Failure("not_sent", "client 7: the message was not taken", sent=False)
     assert {c: r for c, r in replies.items() if c != 7} == good((3, 9, 1))
 
 
@@ -276,7 +276,74 @@ def test_where_all_others_are_gone_those_that_owe_an_answer_are_waited_for() -> 
     engine._deadline = 5
     answers = engine.exchange(MESSAGES)
     assert answers[3] == b"from 30: to 3"
-    assert {c: a.code for c, a in answers.items() if isinstance(a, Failure)} == {7: "busy", 1: "busy", 9: "node_lost"}
+    assert {c: a.code for c, a in answers.items() if isinstance(a, Failure)} == {7: "busy", 1: "busy", 9: "away"}
+    assert not any(a.sent for a in answers.values() if isinstance(a, Failure))
+
+
+def comes_back(grid: Grid, node: int, *, at: int) -> list[int]:
+    """That node is there again at the so manieth look at who is."""
+    usual, looks = grid.get_nodes, list[int]()
+
+    def get_nodes() -> list[Any]:
+        looks.append(1)
+        if len(looks) == at:
+            grid.offline.discard(node)
+        return usual()
+
+    grid.get_nodes = get_nodes  # type: ignore[method-assign]
+    return looks
+
+
+def test_an_exchange_begins_once_enough_sites_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestling.engines.flower.time.sleep", lambda seconds: None)
+    grid, said = Grid(), list[str]()
+    grid.offline = {10, 30, 90}
+    comes_back(grid, 30, at=3)
+    engine = FlowerEngine(grid, SITES, quorum=2, wait=60.0, note=said.append)
+    replies = engine.exchange(MESSAGES)
+    assert {c: r for c, r in replies.items() if c in (7, 3)} == good((7, 3))
+    assert [replies[c].code for c in (9, 1)] == ["away", "away"]
+    assert said == ["waiting: 1 of 2 sites that are needed are connected"] * 2
+    assert engine.exchange({7: MESSAGES[7]}) == good([7])  # fewer are asked than the quorum
+
+
+def test_where_too_few_come_back_the_run_ends_and_no_round_is_used_up() -> None:
+    grid = Grid()
+    grid.offline = set(SITES.values())
+    engine = FlowerEngine(grid, SITES, quorum=3, wait=0.05)
+    with pytest.raises(
+        RunError, match=r"sites: only 0 of 3 sites that are needed are connected, after 0\.05 s"
+    ) as caught:
+        engine.exchange(MESSAGES)
+    assert caught.value.exit_code == 7
+    assert grid.pushed == []
+    assert engine.exchange({}) == {}  # nobody was drawn: nobody is waited for
+
+
+def test_an_exchange_in_whose_midst_all_went_away_is_begun_anew_when_one_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nestling.engines.flower.time.sleep", lambda seconds: None)
+    grid = Grid()
+
+    def goes(node: int, identifier: str, body: bytes) -> list[Reply]:
+        grid.offline.add(node)
+        grid.nodes[node] = echo
+        return [Reply(Error(5, "gone"), to=identifier, sender=SERVER)]
+
+    for node in SITES.values():
+        grid.nodes[node] = goes
+    comes_back(grid, 90, at=4)
+    replies = FlowerEngine(grid, SITES, wait=60.0).exchange(MESSAGES)
+    assert replies.pop(9) == b"from 90: to 9"
+    assert {r.code for r in replies.values() if isinstance(r, Failure)} == {"away"}
+
+
+def test_what_ends_all_sites_again_and_again_is_not_asked_for_ever() -> None:
+    grid = Grid(**dict.fromkeys((f"n{node}" for node in SITES.values()), error(5)))
+    replies = FlowerEngine(grid, SITES, wait=60.0, poll=0.005).exchange(MESSAGES)
+    assert {r.code for r in replies.values() if isinstance(r, Failure)} == {"node_lost"}
+    assert len(grid.pushed) == 3 * len(SITES)
 
 
 def test_stragglers_are_not_waited_for_once_the_others_have_replied() -> None:

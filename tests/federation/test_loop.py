@@ -175,6 +175,17 @@ def test_bytes_are_the_lengths_of_what_travelled_usable_or_not(bits: int, down_b
     assert all(len(finished.accepted) == 2 for finished in done)
 
 
+def test_what_was_sent_to_nobody_is_no_traffic() -> None:
+    agreed = agree()
+
+    def answers(messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
+        replies: dict[int, bytes | Failure] = {c: honest(agreed)(c, m) for c, m in messages.items()}
+        return replies | {1: Failure("away", "is not connected", sent=False), 3: Failure("late", "was slow")}
+
+    _, done = federate(Answers(answers), agreed)
+    assert [finished.bytes_down for finished in done] == [3 * len(finished.broadcast) for finished in done]
+
+
 def test_every_client_of_a_round_gets_the_same_bytes() -> None:
     agreed = agree()
     seen: list[set[bytes]] = []

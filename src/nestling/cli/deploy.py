@@ -50,15 +50,25 @@ def serve(args: Sequence[str]) -> int:
     from nestling.deploy.folder import make_private, only_one
 
     host = c.host.strip("[]")
+    if not 0 < c.port < 65536:
+        raise ConfigError(f"is {c.port}", where="--port", remedy="Give 1 to 65535.")
     programs.check_secure(host, insecure=c.insecure)
     allowed = ["127.0.0.1", "::1", *programs.check_addresses(c.control)]
     fed = make_private(Path(c.dir).resolve())
-    with only_one(fed / "serve.lock", "another 'nestling serve' is at work in it", where=str(fed)):
+    with (
+        only_one(fed / "serve.lock", "another 'nestling serve' is at work in it", where=str(fed)),
+        # Held by Flower's server as well, which outlives a 'serve' that was killed while it ends its runs.
+        only_one(fed / "server.lock", "its last server is still at work", where=str(fed), wait=ENDING) as held,
+    ):
         _check_free(host, c.port)
-        return _serve(c, fed, host, allowed)
+        return _serve(c, fed, host, allowed, held)
 
 
-def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str]) -> int:
+ENDING = 60.0
+"""Seconds to wait for the server of a 'serve' that was killed."""
+
+
+def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str], held: int) -> int:
     from nestling.deploy import programs
     from nestling.deploy.folder import FedSettings, write_settings
 
@@ -90,15 +100,19 @@ def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str]) -> int:
             f"nestling: sites need {ca / 'ca.crt'}, and their keys: nestling keys add SITE.pub --client N --dir {c.dir}"
         )
     sys.stdout.flush()
-    return _of_flower(programs.run_until_ended(line, environment), "flower-superlink")
+    return _of_flower(programs.run_until_ended(line, environment, keep=[held]), "flower-superlink")
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise `ConfigError` if this machine cannot listen there."""
+    """Raise `ConfigError` if this machine cannot listen there, at each of the addresses that a name has."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own
-            probe.bind((host, port))
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
             f"cannot be listened at ({getattr(error, 'strerror', None) or error})",
@@ -156,8 +170,10 @@ def join(args: Sequence[str]) -> int:
     c = tyro.cli(tyro.conf.FlagCreatePairsOff[JoinCommand], args=list(args), prog="nestling join")
     from nestling.deploy import programs, proxy, reach
     from nestling.deploy.folder import LONGEST_SOCKET, SiteSettings, make_private, only_one, write_settings
+    from nestling.engines import flower_compat as compat
 
     programs.check_secure(programs.split_address(c.server)[0], insecure=c.insecure)
+    compat.require()  # it brings what reads keys
     ca, key = _credentials(c.ca, c.key, insecure=c.insecure)
     settings = SiteSettings(
         c.client, _resolved(c.data), c.whole, _model(c.model), c.device, c.limit, c.idle, threads=c.threads
@@ -186,6 +202,8 @@ def join(args: Sequence[str]) -> int:
 def _credentials(ca: str, key: str, *, insecure: bool) -> tuple[Path | None, Path | None]:
     if insecure:
         return None, None
+    from nestling.deploy.keys import check_private
+
     for where, given in (("--ca", ca), ("--key", key)):
         if not given or not Path(given).is_file():
             raise ConfigError(
@@ -193,6 +211,7 @@ def _credentials(ca: str, key: str, *, insecure: bool) -> tuple[Path | None, Pat
                 where=where,
                 remedy="ca.crt is the server's; 'nestling keys new' makes a key.",
             )
+    check_private(Path(key))
     return Path(ca).resolve(), Path(key).resolve()
 
 
@@ -262,7 +281,7 @@ def keys(args: Sequence[str]) -> int:
 
     flower_compat.require()  # it brings what makes keys
     from nestling.deploy import keys as made
-    from nestling.deploy import programs
+    from nestling.deploy import programs, reach
 
     if isinstance(command, NewKey):
         public = made.new_key(Path(command.path))
@@ -274,6 +293,7 @@ def keys(args: Sequence[str]) -> int:
         raise ConfigError("is no server's folder", where=str(fed), remedy="It is made by 'nestling serve --dir'.")
 
     def flower(arguments: list[str]) -> str:
+        reach.check_reached(*programs.read_connection(fed / "flower"))
         return programs.flwr(fed, arguments)
 
     if isinstance(command, AddKey):

@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,17 @@ from nestling.runs.files import from_json, printable
 from nestling.runs.result import Result
 
 _STARTED = re.compile(r"Successfully started run (\d+)")
-_REFUSED = re.compile(r"error '403 Forbidden' for url '\S+/control/")
+_USAGE = """usage: nestling submit CONFIG [SETTINGS] --server HOST:PORT --ca ca.crt
+       nestling submit --resume FOLDER    --server HOST:PORT --ca ca.crt
+       nestling submit --stop NUMBER      --server HOST:PORT --ca ca.crt
+
+CONFIG     a TOML file, or a preset's name; 'nestling submit flite-digits --help' lists all settings
+FOLDER     the name of a run's folder at the server, shown once all sites are there
+NUMBER     of a run, shown first of all
+
+--server   where 'nestling serve' listens            --ca     the server's ca.crt
+--insecure in the place of --ca: no TLS, only to try things on one machine
+--json     end with one JSON object on the standard output; progress goes to the standard error"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +72,9 @@ class StopThere:
 def submit(args: Sequence[str]) -> int:
     """`nestling submit CONFIG …`, `--resume RUN …` or `--stop NUMBER …`; returns the exit code of the run."""
     command: SubmitCommand | ResumeThere | StopThere
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if args else 2
     if args and args[0] == "--resume":
         command = tyro.cli(tyro.conf.FlagCreatePairsOff[ResumeThere], args=list(args), prog="nestling submit")
     elif args and args[0] == "--stop":
@@ -71,12 +84,14 @@ def submit(args: Sequence[str]) -> int:
     from nestling.deploy import bundle, programs, reach
     from nestling.engines import flower_compat
 
+    flower_compat.require()
+    from nestling.deploy.keys import answer
+
     if not command.server:
         raise ConfigError("is missing", where="--server", remedy="Give HOST:PORT of 'nestling serve'.")
     programs.check_secure(programs.split_address(command.server)[0], insecure=command.insecure)
     if not command.insecure and not Path(command.ca).is_file():
         raise ConfigError(f"{command.ca!r} is no file", where="--ca", remedy="Give the server's ca.crt.")
-    flower_compat.require()
     ca = None if command.insecure else Path(command.ca).resolve()
     reach.check_reached(command.server, ca)
     with tempfile.TemporaryDirectory(prefix="nestling-") as folder:
@@ -84,12 +99,20 @@ def submit(args: Sequence[str]) -> int:
         programs.environment(here, {})  # makes Flower's home
         programs.write_connection(here / "flower", server=command.server, ca=ca)
         if isinstance(command, StopThere):
-            from nestling.deploy.keys import answer
-
             said = programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"])
             answer(said, remedy="Give the number of a run that has not ended: 'nestling submit' shows it first.")
             print(f"nestling: run {command.stop} is stopped")
             return 0
+
+        def ended(number: str) -> str:
+            """How a run did, in Flower's word; empty if nobody says."""
+            try:
+                reach.check_reached(command.server, ca)
+                found = answer(programs.flwr(here, ["list", "nestling", "--run-id", number, "--format", "json"]))
+                return str(found["runs"][0]["status"])
+            except (RemoteError, LookupError, TypeError):
+                return ""
+
         resumed = command.resume if isinstance(command, ResumeThere) else ""
         bundle.write_bundle(here / "run", None if resumed else command.config, resume=resumed)  # type: ignore[union-attr]
         process = programs.follow(here, ["run", str(here / "run"), "nestling", "--stream"])
@@ -97,7 +120,7 @@ def submit(args: Sequence[str]) -> int:
         if not resumed and command.config.machine.references:  # type: ignore[union-attr]
             print("nestling: no rows of reference: nobody has the data of all sites", file=sys.stderr)
         try:
-            result = followed(process.stdout, to_stderr=command.json, folder=resumed)
+            result = followed(process.stdout, to_stderr=command.json, folder=resumed, ended=ended)
         except KeyboardInterrupt:
             print("nestling: the run goes on at the server; 'nestling submit --stop' ends it", file=sys.stderr)
             raise
@@ -108,15 +131,23 @@ def submit(args: Sequence[str]) -> int:
     return 0
 
 
-def followed(lines: Iterable[bytes], *, to_stderr: bool, folder: str = "") -> Result:
-    """Show what a run says of itself until it has ended; returns its result. `folder` is that of a run gone on with.
+def followed(
+    lines: Iterable[bytes], *, to_stderr: bool, folder: str = "", ended: Callable[[str], str] = lambda number: ""
+) -> Result:
+    """Show what a run says of itself until it has ended; returns its result.
 
-    Raises `RunError`, with the exit code that the run would have had here, if it fails, and if its log ends before;
-    `RemoteError` if this machine may not submit.
+    Args:
+        lines: its log, between Flower's own lines.
+        to_stderr: where to show it.
+        folder: that of a run gone on with.
+        ended: how the run of a number did, as the server says when its log has ended; empty if it says nothing.
+
+    Raises `RunError`, with the exit code that the run would have had here, if it failed, and if it was stopped;
+    `RemoteError` if this machine may not submit, or if the server has gone.
     """
     from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT, plain, uncoloured
 
-    stream, last, begun = sys.stderr if to_stderr else sys.stdout, "", ""
+    stream, last, begun, named = sys.stderr if to_stderr else sys.stdout, "", "", False
     for raw in lines:
         line = uncoloured(raw.decode("utf-8", "replace"))
         if line.startswith(RESULT):
@@ -126,6 +157,9 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool, folder: str = "") -> Re
             told = from_json(line.removeprefix(ERROR), "the server's error")
             raise _error_of(told)
         if line.startswith(FOLDER):
+            if named:
+                continue
+            named = True
             folder = shlex.quote(printable(line.removeprefix(FOLDER))[:200])  # it stands in a command to be typed
             print(
                 f"in {folder}; 'nestling submit --resume {folder} …' goes on if it is cut short",
@@ -140,22 +174,35 @@ def followed(lines: Iterable[bytes], *, to_stderr: bool, folder: str = "") -> Re
                 f"submitted as run {started[1]}; 'nestling submit --stop {started[1]} …' ends it",
                 file=stream, flush=True,
             )  # fmt: skip
-        elif (words := plain(line)) and not words.startswith(("INFO ", "Using SuperLink")):
+        elif words := plain(line):
             last = f"{last} {words}"[-300:].lstrip()
-    if not begun and _REFUSED.search(last):
-        raise RemoteError(
-            f"takes no orders from this machine's address ({last})",
-            where="server",
-            remedy="Submit on the server's machine, or let 'nestling serve' have --control with this address.",
-        )
-    if folder:
-        remedy = f"'nestling submit --resume {folder} …' goes on with it."
-    else:
-        remedy = "See the server's output."
-        if begun:
-            remedy = f"It had no round yet: unless it still waits ('submit --stop {begun}' ends it), submit it anew."
+    raise _without_result(begun, folder, last, ended(begun) if begun else "")
+
+
+def _without_result(begun: str, folder: str, last: str, status: str) -> RunError | RemoteError:
+    """What to raise where a log has ended before its run: it was stopped, has failed, or is not heard of any more."""
+    from nestling.deploy.said import forbidden, is_forbidden
+
     said = f" ({last})" if last else ""
-    raise RunError(f"the run's log ended without a result{said}", where="server", remedy=remedy)
+    if not begun:
+        return forbidden() if is_forbidden(last) else RemoteError(f"has not taken the run{said}", where="the server")
+    where = f"run {begun}"
+    on = f"'nestling submit --resume {folder} …' goes on with it." if folder else ""
+    if status.endswith(":stopped"):
+        return RunError("was stopped", where=where, remedy=on or "It had no round yet: submit it anew.")
+    if status.startswith("finished"):
+        return RunError(f"ended without a result{said}", where=where, remedy=on or "See the server's output.")
+    if status:
+        return RemoteError(
+            f"goes on at the server, whose connection was lost{said}",
+            where=where,
+            remedy=f"'nestling submit --stop {begun} …' ends it. {on}".strip(),
+        )
+    return RemoteError(
+        f"is not heard of any more, for its server has gone{said}",
+        where=where,
+        remedy=on or f"If it had not begun it will when the server is back; 'submit --stop {begun}' ends it then.",
+    )
 
 
 def _error_of(told: object) -> RunError:

@@ -15,6 +15,8 @@ class Failure:
     code: str
     detail: str
     trace: str = ""
+    sent: bool = True
+    """Whether the message left at all: False if there was nobody to send it to."""
 
 
 @runtime_checkable

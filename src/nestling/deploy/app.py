@@ -83,7 +83,7 @@ def train(message: Message, context: Context) -> Message:
 def main(grid: Any, context: Context) -> None:
     """A run, from settings to result; its last line says which it was."""
     try:
-        text = run_over(grid, fed_folder(), dict(context.run_config))
+        text = run_over(grid, fed_folder(), dict(context.run_config), name=f"run {context.run_id}")
         print(RESULT + text, flush=True)
     except NestlingError as error:
         told = {"error": printable(str(error)), "exit_code": error.exit_code}
@@ -121,14 +121,14 @@ def fed_folder() -> Path:
     return home_folder("fed", FedSettings(os.environ.get(DATA, ""), authenticated=False))[0]
 
 
-def run_over(grid: Grid, fed: Path, given: Mapping[str, object]) -> str:
-    """Run what was submitted, or go on with a run; returns its result as JSON.
+def run_over(grid: Grid, fed: Path, given: Mapping[str, object], *, name: str = "") -> str:
+    """Run what was submitted, or go on with a run; returns its result as JSON. `name` is Flower's, for who comes next.
 
     Raises what `nestling.run` does, and `RunError` (exit code 6) while another run is at work here, or if sites are
     missing.
     """
     settings = read_settings(FedSettings, fed)
-    with only_one(fed / "run.lock", "another run is at work", where="server"):
+    with only_one(fed / "run.lock", "another run is at work", where="server", name=name):
         folder = _folder_to_resume(fed, str(given.get(RESUME, "")))
         if folder is not None and read_status(folder) == "done":
             return to_json(read_result(folder).to_dict())
@@ -145,16 +145,17 @@ def run_over(grid: Grid, fed: Path, given: Mapping[str, object]) -> str:
             grid, range(config.task.clients), hello, base, wait=settings.wait,
             registered=registered(fed) if settings.authenticated else None, note=_once(),
         )  # fmt: skip
-        return to_json(_go(grid, config, sites, folder, name).to_dict())
+        return to_json(_go(grid, config, sites, folder, name, wait=settings.wait).to_dict())
 
 
-def _go(grid: Grid, config: RunConfig, sites: Sites, folder: Path | None, name: str) -> Any:
+def _go(grid: Grid, config: RunConfig, sites: Sites, folder: Path | None, name: str, *, wait: float) -> Any:
     from nestling.api import resume, run
 
     engine = FlowerEngine(
-        grid, sites.nodes, deadline=config.server.deadline, stragglers=config.server.stragglers, ttl=sites.patience
-    )
-    more: Any = {"progress": _told(), "command": [COMMAND, name], "engine": engine, "examples": sites.examples}
+        grid, sites.nodes, deadline=config.server.deadline, stragglers=config.server.stragglers, ttl=sites.patience,
+        quorum=config.server.min_replies, wait=wait, note=_once(),
+    )  # fmt: skip
+    more: Any = {"progress": _told, "command": [COMMAND, name], "engine": engine, "examples": sites.examples}
     if folder is None:
         return run(config, **more)
     # Where data and bases lie may be other places than when it began; whatever else has changed is refused.
@@ -243,17 +244,11 @@ def _name_of(folder: Path) -> str:
     return found[1]
 
 
-def _told() -> Any:
-    """Each step in a line of the log, and before the first the name of the run's folder, by which it can be resumed."""
-    named = [False]
-
-    def tell(progress: Progress) -> None:
-        if progress.run_dir and not named[0]:
-            print(f"{FOLDER}{Path(progress.run_dir).name}", flush=True)
-            named[0] = True
-        print(f"{LINE}{progress}", flush=True)
-
-    return tell
+def _told(progress: Progress) -> None:
+    """Each step in a line of the log. The name of the run's folder stands before it: `submit` shows the first."""
+    if progress.run_dir and progress.step:
+        print(f"{FOLDER}{Path(progress.run_dir).name}", flush=True)
+    print(f"{LINE}{progress}", flush=True)
 
 
 def _once() -> Any:

@@ -9,6 +9,7 @@ Flower's home, as nestling/site-0 and nestling/fed, and have no bin/.
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -118,20 +119,35 @@ def read_settings(kind: type[Settings], folder: Path) -> Settings:
 
 
 @contextmanager
-def only_one(lock: Path, said: str, *, where: str) -> Iterator[None]:
-    """Nobody else is in a block with this lock; the kernel frees it when the process ends, however it ends.
+def only_one(lock: Path, said: str, *, where: str, name: str = "", wait: float = 0.0) -> Iterator[int]:
+    """Nobody else is in a block with this lock; the kernel frees it when the process ends, however it ends. Gives the
+    lock's descriptor: a process that inherits it holds the lock as well.
 
-    Raises `RunError` (exit code 6), which says `said`, while another process is.
+    Raises `RunError` (exit code 6), which says `said` and the `name` that the other one has given itself, if another
+    process is there, and after `wait` seconds still is.
     """
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(said, where=where, remedy="Wait for it to end, or stop it.", locked=True) from error
-        yield
+        until = time.monotonic() + wait
+        while not _taken(handle):
+            if time.monotonic() >= until:
+                other = printable(os.pread(handle, 100, 0).decode("utf-8", "replace"))
+                said = f"{said} ({other})" if other else said
+                raise RunError(said, where=where, remedy="Wait for it to end, or stop it.", locked=True)
+            time.sleep(0.2)
+        os.truncate(handle, 0)
+        os.pwrite(handle, name.encode(), 0)
+        yield handle
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def home_folder(name: str, settings: SiteSettings | FedSettings) -> tuple[Path, bool]:

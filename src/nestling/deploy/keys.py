@@ -20,13 +20,14 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_ssh_private_key,
     load_ssh_public_key,
 )  # fmt: skip
 
 from nestling.core.errors import ConfigError, RemoteError, WireError
 from nestling.core.files import make_folder, write_atomic
 from nestling.deploy.folder import only_one, write_private
-from nestling.deploy.said import plain
+from nestling.deploy.said import forbidden, is_forbidden, plain
 from nestling.runs.files import from_json, printable, read_file, to_json
 
 Flower = Callable[[list[str]], str]
@@ -79,7 +80,9 @@ def add_key(flower: Flower, fed: Path, public: Path, client: int) -> Key:
         keys = _read(fed)
         if client in keys:
             raise ConfigError(
-                "has a key", where=f"client {client}", remedy=f"First 'nestling keys revoke --client {client}'."
+                "has a key",
+                where=f"client {client}",
+                remedy=f"For another, first 'nestling keys revoke --client {client}': the one it has cannot come back.",
             )
         _write(fed, keys | {client: (_PENDING, name)})  # so that what Flower has taken can be revoked, come what may
         try:
@@ -91,6 +94,17 @@ def add_key(flower: Flower, fed: Path, public: Path, client: int) -> Key:
         keys[client] = (int(found["node-id"]), name)
         _write(fed, keys)
         return Key(client, keys[client][0], name, "registered")
+
+
+def check_private(path: Path) -> None:
+    """Raise `ConfigError` unless the file holds a key of 'nestling keys new', without a password."""
+    try:
+        if not isinstance(load_ssh_private_key(read_file(path, 1 << 14), None), ec.EllipticCurvePrivateKey):
+            raise ValueError("no elliptic curve")
+    except (WireError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: a password is missing
+        raise ConfigError(
+            f"holds no key ({error})", where=str(path), remedy="Give what 'nestling keys new' made, without .pub."
+        ) from error
 
 
 def list_keys(flower: Flower, fed: Path) -> list[Key]:
@@ -146,7 +160,7 @@ def _write(fed: Path, keys: dict[int, tuple[int, str]]) -> None:
     write_private(fed / KEYS, to_json({str(client): list(key) for client, key in keys.items()}, indent=2).encode())
 
 
-def _alone(fed: Path) -> AbstractContextManager[None]:
+def _alone(fed: Path) -> AbstractContextManager[int]:
     return only_one(fed / "keys.lock", "another command is changing the list", where="nestling keys")
 
 
@@ -165,6 +179,8 @@ def answer(said: str, *, remedy: str = "See that 'nestling serve' runs there.") 
         found = {}
     if not isinstance(found, dict) or found.get("success") is not True:
         reason = str(found.get("error-message", "")) if isinstance(found, dict) else ""
+        if is_forbidden(reason or said):
+            raise forbidden()
         raise RemoteError(
             f"refuses ({plain(reason or said)[-200:] or 'no answer'})",
             where="the server",

@@ -18,6 +18,7 @@ def start(
     output: int | None = None,
     own_session: bool = False,
     with_parent: bool = False,
+    keep: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """Start a program; its standard input is empty.
 
@@ -28,10 +29,11 @@ def start(
         own_session: it lives on when this process ends.
         with_parent: it gets SIGTERM when this process ends, even by SIGKILL (on Linux). Not for threads to call: the
             system counts the end of the thread.
+        keep: descriptors that it inherits.
     """
     return subprocess.Popen(  # noqa: S603 Flower's programs and ours, no shell
         list(line), env=None if environment is None else dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-        stderr=None if output is None else subprocess.STDOUT, start_new_session=own_session,
+        stderr=None if output is None else subprocess.STDOUT, start_new_session=own_session, pass_fds=keep,
         preexec_fn=_tied_to(os.getpid()) if with_parent and _LIBC else None,
     )  # fmt: skip
 

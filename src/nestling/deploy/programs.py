@@ -14,12 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from nestling.core.errors import ConfigError, ContextError
+from nestling.core.errors import ConfigError, ContextError, RemoteError
 from nestling.core.files import write_atomic
 from nestling.deploy.folder import make_private, write_private
 from nestling.deploy.process import start
@@ -160,6 +161,17 @@ def super_node(
     return [*line, "--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
 
 
+def read_connection(home: Path) -> tuple[str, Path | None]:
+    """The address that `write_connection` has told, and its authority. Raises `ConfigError` if there is none."""
+    path = home / "config.toml"
+    try:
+        told = tomllib.loads(path.read_text())["superlink"]["nestling"]
+        address, ca = str(told["address"]), told.get("root-certificates")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("says of no server", where=str(path), remedy="'nestling serve --dir' writes it.") from error
+    return address, Path(ca) if ca else None
+
+
 def write_connection(home: Path, *, server: str, ca: Path | None) -> None:
     """Tell `flwr` where the server is, as its connection `nestling`."""
     trust = "insecure = true" if ca is None else f'root-certificates = "{ca}"'
@@ -169,26 +181,38 @@ def write_connection(home: Path, *, server: str, ca: Path | None) -> None:
 
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "1000"}
 """So that `flwr` prints lines to be read by a program: no colours, and none that is broken."""
+_COLOURED = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""What would make it print as on a terminal all the same."""
+_LONGEST_ANSWER = 120.0
 
 
 def flwr(folder: Path, args: Sequence[str]) -> str:
-    """What `flwr` prints, run against the connection of `write_connection`."""
-    done = start([_program("flwr"), *args], environment=environment(folder, PLAIN), output=subprocess.PIPE)
-    out, _ = done.communicate(timeout=120)
+    """What `flwr` prints, run against the connection of `write_connection`. Raises `RemoteError` if it hangs."""
+    done = follow(folder, args)
+    try:
+        out, _ = done.communicate(timeout=_LONGEST_ANSWER)
+    except subprocess.TimeoutExpired as error:
+        done.kill()
+        done.communicate()
+        raise RemoteError(
+            f"has not answered for {_LONGEST_ANSWER:g} s", where="the server", remedy="See its output, and try again."
+        ) from error
     return out.decode("utf-8", "replace") if out else ""
 
 
 def follow(folder: Path, args: Sequence[str]) -> "subprocess.Popen[bytes]":
     """`flwr` started, its output in a pipe."""
-    return start([_program("flwr"), *args], environment=environment(folder, PLAIN), output=subprocess.PIPE)
+    plain = {name: value for name, value in environment(folder, PLAIN).items() if name not in _COLOURED}
+    return start([_program("flwr"), *args], environment=plain, output=subprocess.PIPE)
 
 
-def run_until_ended(line: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program of Flower's and pass on Ctrl-C, SIGTERM and SIGHUP; returns its exit code."""
+def run_until_ended(line: Sequence[str], environment: Mapping[str, str], keep: Sequence[int] = ()) -> int:
+    """Run a program of Flower's, which inherits the descriptors in `keep`, and pass on Ctrl-C, SIGTERM and SIGHUP;
+    returns its exit code."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGHUP, signal.default_int_handler)
-    process = start(line, environment=environment, with_parent=True)
+    process = start(line, environment=environment, with_parent=True, keep=keep)
     try:
         return process.wait()
     except KeyboardInterrupt:

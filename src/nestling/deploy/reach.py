@@ -1,18 +1,25 @@
 """Whether a server is where it is said to be, and is who it should be: asked before Flower's programs are started.
 
-Theirs is to try again for ever, or a number; a look at the port tells the four cases apart in a moment: nothing there,
-another certificate, TLS where none was meant, and none where it was.
+Theirs is to try again for ever, or a number; one question, asked over HTTP as they will ask theirs (by way of the same
+proxies), tells the four cases apart in a moment: nothing there, another certificate, TLS where none was meant, and none
+where it was.
 """
 
-import socket
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nestling.core.errors import ConfigError, RemoteError
-from nestling.deploy.programs import split_address
+from nestling.deploy.programs import join_address, split_address
+from nestling.engines import flower_compat as compat
 
 PATIENCE = 10.0
 """Seconds for a connection, and again for what the other side says first."""
+_OTHER_NAME = (62, 64)
+"""`X509_V_ERR_HOSTNAME_MISMATCH` and `X509_V_ERR_IP_ADDRESS_MISMATCH`."""
+_NOBODY_BEHIND = (502, 503, 504)
+"""What a proxy answers in the place of a server that is not there."""
 
 
 def why_not_reached(address: str, ca: Path | None) -> str:
@@ -25,17 +32,23 @@ def why_not_reached(address: str, ca: Path | None) -> str:
     Raises `ConfigError` if `ca` holds no certificate, `RemoteError` (exit code 9) if who answers is another.
     """
     host, port = split_address(address)
+    address = join_address(host, port)
     try:
         context = ssl.create_default_context(cafile=ca) if ca else _trusting()
     except ssl.SSLError as error:
         raise ConfigError("holds no certificate", where=str(ca), remedy="Give the server's ca.crt.") from error
     except OSError as error:
         raise ConfigError(f"cannot be read ({error.strerror})", where=str(ca), remedy="Give ca.crt.") from error
-    try:
-        with socket.create_connection((host, port), timeout=PATIENCE) as opened:
-            return _greeted(context, opened, address, host)
-    except (OSError, ValueError) as error:  # the second: a name that cannot be one
-        return getattr(error, "strerror", None) or str(error)
+    answer = compat.ask(f"{'https' if ca else 'http'}://{address}/health", verify=context, patience=PATIENCE)
+    if isinstance(answer, int):
+        return f"it answers {answer}" if answer in _NOBODY_BEHIND else ""
+    if ca:
+        return _why(answer, address, host)
+    # What speaks TLS hangs up, or answers nothing, where it is asked without.
+    spoken = compat.ask(f"https://{address}/health", verify=context, patience=PATIENCE)
+    if isinstance(spoken, int) and spoken not in _NOBODY_BEHIND:
+        raise RemoteError("speaks TLS", where=address, remedy="Leave out --insecure, and give the server's --ca.")
+    return _why(answer, address, host)
 
 
 def check_reached(address: str, ca: Path | None) -> None:
@@ -49,36 +62,35 @@ def check_reached(address: str, ca: Path | None) -> None:
 
 
 def _trusting() -> ssl.SSLContext:
-    """Only to see whether TLS is spoken: nothing is sent over it."""
+    """Only to see whether TLS is spoken: nothing is told over it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
 
-def _greeted(context: ssl.SSLContext, opened: socket.socket, address: str, host: str) -> str:
-    secure = context.verify_mode != ssl.CERT_NONE
-    try:
-        context.wrap_socket(opened, server_hostname=host).close()
-    except ssl.SSLCertVerificationError as error:
-        raise RemoteError(
-            f"is not a server that --ca vouches for ({error.verify_message.rstrip('.')})",
-            where=address,
-            remedy=f"Ask its owner for ca.crt; 'nestling serve --name {host}' puts this name into its certificate.",
-        ) from error
-    except ssl.SSLEOFError:  # it hangs up, as what forwards to a server that is not there does
-        return "it hangs up" if secure else ""
-    except ssl.SSLError as error:  # it has answered, in another way
-        if secure:
+def _why(error: Exception, address: str, host: str) -> str:
+    causes: list[Any] = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            named = f" 'nestling serve --name {host}' puts this name into its certificate."
             raise RemoteError(
-                f"does not speak TLS as it should ({error.reason or error})",
+                f"is not a server that --ca vouches for ({cause.verify_message.rstrip('.')})",
+                where=address,
+                remedy=named.strip() if cause.verify_code in _OTHER_NAME else "Ask the server's owner for its ca.crt.",
+            ) from error
+        if isinstance(cause, ssl.SSLEOFError):  # as what forwards to a server that is not there does
+            return "it hangs up"
+        if isinstance(cause, ssl.SSLError):  # it has answered, in another way
+            raise RemoteError(
+                f"does not speak TLS as it should ({cause.reason or cause})",
                 where=address,
                 remedy="It was started with --insecure, or is another program.",
             ) from error
-        return ""
-    except OSError:
-        if secure:
-            raise
-        return ""
-    if not secure:
-        raise RemoteError("speaks TLS", where=address, remedy="Leave out --insecure, and give the server's --ca.")
-    return ""
+    said = (getattr(cause, "strerror", None) for cause in reversed(causes))
+    return next(filter(None, said), None) or str(error) or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -2,11 +2,14 @@
 
 import re
 
+from nestling.core.errors import RemoteError
 from nestling.runs.files import printable
 
 LINE, RESULT, ERROR, FOLDER = "nestling: ", "nestling-result: ", "nestling-error: ", "nestling-folder: "
 """What lines of ours begin with. After the second and third, one of which ends a log, JSON follows; after the last, the
 name of the run's folder, once it has one."""
+_CHATTER = re.compile(r"Using SuperLink: |✋ Stopping run |INFO ")
+_FORBIDDEN = re.compile(r"error '403 Forbidden' for url '\S+/control/")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -21,4 +24,19 @@ def plain(text: str) -> str:
     >>> plain("\x1b[31m╭─ Error ─╮\n│ no such run │\x1b[0m")
     'Error no such run'
     """
-    return " ".join(printable(word) for line in text.splitlines() if (word := uncoloured(line).strip("│╭╮╰╯─ ")))
+    words = (uncoloured(line).strip("│╭╮╰╯─ ") for line in text.splitlines())
+    return " ".join(printable(word) for word in words if word and not _CHATTER.match(word))
+
+
+def is_forbidden(said: str) -> bool:
+    """Whether what Flower's command said is that the server takes no orders from this machine's address."""
+    return bool(_FORBIDDEN.search(said))
+
+
+def forbidden() -> RemoteError:
+    """What to raise of it."""
+    return RemoteError(
+        "takes no orders from this machine's address",
+        where="the server",
+        remedy="Give them on the server's machine, or let 'nestling serve' have --control with this address.",
+    )

@@ -17,7 +17,7 @@ from nestling.deploy.protocol import BASE, HELLO, Hello, Ready, read, to_piece, 
 from nestling.deploy.proxy import GRACE, START
 from nestling.engines.flower import FlowerEngine, Grid
 
-TRY_AGAIN = ("late", "busy", "node_lost", "not_sent", "worker_died", "hung", "client_error", "begun_anew")
+TRY_AGAIN = ("late", "busy", "away", "node_lost", "not_sent", "worker_died", "hung", "client_error", "begun_anew")
 """What may be better a moment later; a site that refuses will refuse again."""
 
 

@@ -8,6 +8,7 @@ anything else                     refused: a run of ours needs none
 
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -41,9 +42,13 @@ REFUSALS = {
 """Why a site is not one, or no longer; the server says a number."""
 
 
+LONGEST_END = 25.0
+"""Seconds that a node which is refused is given to end by itself; Flower allows itself as many for a part of it."""
+
+
 def _be_site(client: str) -> None:
     """The node, until it is ended, or is refused: exit code 9, with the reason after all that Flower says."""
-    last = ""
+    last, ending = "", threading.Lock()
 
     def told(news: str) -> None:
         nonlocal last
@@ -51,14 +56,25 @@ def _be_site(client: str) -> None:
         text = "refused" if news in REFUSALS else "admitted; it waits for runs"
         with suppress(OSError):  # nobody reads it any more: no reason not to be a site
             print(f"nestling: client {client} is {text}", flush=True)
+        if news in REFUSALS:
+            late = threading.Timer(LONGEST_END, end)
+            late.daemon = True
+            late.start()
+
+    def end() -> None:
+        """At once: Flower's threads and handlers would end the process in their own way, and with 0."""
+        with ending:
+            if last not in REFUSALS:  # it has been let in again
+                return
+            with suppress(OSError):
+                print(f"nestling: client {client} is refused: {REFUSALS[last]}.", file=sys.stderr, flush=True)
+            os._exit(RemoteError.exit_code)
 
     try:
         compat.run_super_node(told)
     finally:
         if last in REFUSALS:
-            with suppress(OSError):
-                print(f"nestling: client {client} is refused: {REFUSALS[last]}.", file=sys.stderr, flush=True)
-            sys.exit(RemoteError.exit_code)
+            end()
 
 
 def _client_app() -> Any:

@@ -5,17 +5,17 @@
 Flower carries the bytes and knows who a node is; who is asked, how long is waited and what a reply is worth are ours. A
 message is answered once, by the node that it was sent to, or the answer counts for nothing. A node that has not
 answered is not sent another message until it has, or until it has gone or begun anew, or until the message expires: a
-hung client costs its own replies and never a later round. Only `push_messages`, `pull_messages` and `get_nodes` of
-Flower's grid are used.
+hung client costs its own replies and never a later round. Sites that leave use up no rounds: where too few are there,
+it is waited. Only `push_messages`, `pull_messages` and `get_nodes` of Flower's grid are used.
 """
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from nestling.core.errors import ConfigError
+from nestling.core.errors import ConfigError, RunError
 from nestling.core.types import Failure
 from nestling.engines import flower_compat as compat
 from nestling.runs.files import printable
@@ -35,6 +35,8 @@ _SHARE, _LONGEST_PAUSE = 0.05, 2.0
 """A look costs both sides some milliseconds, so it may come late by this share of a round."""
 _LOOK_AT_NODES = 10.0
 """Seconds between two looks at which nodes are connected, and since when."""
+_BEGUN_ANEW = 2
+"""So often at most: what ends every site that is asked would else be asked for ever."""
 
 
 def to_record(body: bytes, kind: str = ROUND) -> RecordDict:
@@ -104,13 +106,18 @@ class FlowerEngine:
         ttl: seconds after which a message expires, and its answer is not waited for any more; Flower gives each message
             to its node once, so that what is lost on the way is known by nothing else.
         poll: seconds between two looks at what has come; they grow to a twentieth of the time waited, up to 2.
+        quorum: so many of those asked have to be connected before an exchange begins.
+        wait: seconds to wait for them; 0: it begins in any case. It is the same for an exchange in the midst of which
+            all sites went away: it is begun anew when they are back, up to twice.
+        note: told what is waited for.
 
     A client that has no reply has a `Failure`, of code
 
     | code | what happened |
     |---|---|
     | `no_site` | it has no node |
-    | `node_lost` | its node is not connected, or went away or began anew before it answered |
+    | `away` | its node is not connected, and was sent nothing |
+    | `node_lost` | its node went away or began anew before it answered |
     | `busy` | its node still owes the answer to an earlier message |
     | `late` | no answer by the deadline, before the others were enough, or before its message expired |
     | `client_error` | its app raised or died |
@@ -122,7 +129,7 @@ class FlowerEngine:
 
     and whatever codes clients themselves give for declining (`no_data`, `context` …).
 
-    Raises `ConfigError` if two clients have one node.
+    Raises `ConfigError` if two clients have one node; `exchange` raises `RunError` if too few came back in time.
     """
 
     def __init__(
@@ -134,11 +141,15 @@ class FlowerEngine:
         stragglers: int = 0,
         ttl: float = 43200.0,
         poll: float = 0.1,
+        quorum: int = 1,
+        wait: float = 0.0,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         if len(set(sites.values())) != len(sites):
             raise ConfigError("two clients have one node", where="sites", remedy="Give each client a site of its own.")
         self._grid, self._sites = grid, dict(sites)
         self._deadline, self._stragglers, self._ttl, self._poll = deadline, stragglers, ttl, poll
+        self._quorum, self._wait, self._note = quorum, wait, note
         self._owed: dict[str, int] = {}
         """Messages of earlier exchanges that have no answer yet, and their clients."""
         self._since: dict[int, str] = {}
@@ -151,14 +162,40 @@ class FlowerEngine:
 
     def exchange(self, messages: Mapping[int, bytes], *, kind: str = ROUND) -> dict[int, bytes | Failure]:
         """Replies by client, in the order of the messages."""
+        answers = dict[int, bytes | Failure]()
+        for _ in range(_BEGUN_ANEW + 1):
+            if messages and self._wait:
+                self._until_there(messages)
+            answers = self._once(messages, kind)
+            gone = (isinstance(answer, Failure) and answer.code in ("away", "node_lost") for answer in answers.values())
+            if not (messages and self._wait and all(gone)):
+                break
+        return answers
+
+    def _until_there(self, clients: Iterable[int]) -> None:
+        """Return when enough of them have a node that is connected. Raises `RunError` if that takes too long."""
+        asked = {client: self._sites[client] for client in clients if client in self._sites}
+        until, needed = time.monotonic() + self._wait, min(self._quorum, len(asked))
+        while (there := len(self._connected().keys() & asked.values())) < needed:
+            said = f"{there} of {needed} sites that are needed are connected"
+            if time.monotonic() >= until:
+                raise RunError(
+                    f"only {said}, after {self._wait:g} s",
+                    where="sites",  # not which: who was asked may be a secret
+                    remedy="'nestling keys list' says which are; then go on with the run.",
+                )
+            self._note(f"waiting: {said}")
+            time.sleep(min(1.0, self._wait))
+
+    def _once(self, messages: Mapping[int, bytes], kind: str) -> dict[int, bytes | Failure]:
         asked, began = _Asked(), time.monotonic()
         online, seen = self._connected(), began
         waiting = dict(messages)
         for client in messages:
             if client not in self._sites:
-                asked.answers[client] = Failure("no_site", f"client {client} has no site")
+                asked.answers[client] = Failure("no_site", f"client {client} has no site", sent=False)
             elif self._sites[client] not in online:
-                asked.answers[client] = Failure("node_lost", f"client {client}: its site is not connected")
+                asked.answers[client] = Failure("away", f"client {client}: its site is not connected", sent=False)
             if client in asked.answers:
                 del waiting[client]
         enough = len(messages) - self._stragglers if self._stragglers else -1
@@ -191,7 +228,9 @@ class FlowerEngine:
             self._owed[identifier] = client
             asked.answers[client] = Failure("late", f"client {client} {over}")
         for client in waiting:
-            asked.answers[client] = Failure("busy", f"client {client} still owes the answer to an earlier message")
+            asked.answers[client] = Failure(
+                "busy", f"client {client} still owes the answer to an earlier message", sent=False
+            )
         return {client: asked.answers[client] for client in messages}
 
     def _connected(self) -> dict[int, str]:
@@ -210,7 +249,7 @@ class FlowerEngine:
                 asked.pending[str(identifier)] = client
                 self._since[client] = online.get(self._sites[client], "")
             else:
-                asked.answers[client] = Failure("not_sent", f"client {client}: the message was not taken")
+                asked.answers[client] = Failure("not_sent", f"client {client}: the message was not taken", sent=False)
 
     def _pull(self, asked: _Asked) -> None:
         """Take what has come, message by message: whatever is pulled is taken from the server, and what one node has

@@ -7,6 +7,7 @@ left out: the guards below are what keeps bundles from bringing code.
 
 import os
 import signal
+import ssl
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 from types import SimpleNamespace
@@ -66,6 +67,19 @@ def run_client_task(load: Callable[[], Callable[..., Any]]) -> None:
     _replace(where, "get_load_client_app_fn", lambda **_: lambda *__: load())
     _replace(where, "install_app_dependencies", _refuse)
     import_module("flwr.supernode.cli.flwr_clientapp").flwr_clientapp()
+
+
+def ask(url: str, *, verify: ssl.SSLContext, patience: float) -> int | Exception:
+    """The status with which a server answers, or what went wrong on the way: asked with the client that Flower's own
+    programs use, so by way of the proxies that the environment names for them. `patience` is seconds for each step."""
+    http = import_module("httpx")
+    try:
+        with http.Client(verify=verify, timeout=patience) as client:
+            status: int = client.get(url).status_code
+            return status
+    except (http.HTTPError, http.InvalidURL, ValueError) as error:  # the last two: a name that cannot be one
+        problem: Exception = error
+        return problem
 
 
 def is_of_connection(error: Exception) -> bool:

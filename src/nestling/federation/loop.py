@@ -46,7 +46,7 @@ class Round:
     @property
     def bytes_down(self) -> int:
         """All bytes that the server sent."""
-        return len(self.broadcast) * len(self.replies)
+        return len(self.broadcast) * sum(not isinstance(r, Failure) or r.sent for r in self.replies.values())
 
 
 def run_rounds(
