@@ -35,7 +35,9 @@ from nestling.federation.loop import run_rounds
 RESULTS = Path(__file__).parent / "results" / "hostile.json"
 CLIENTS, HOSTILE = 20, 4
 ATTACKS = ["without", "nan", "shape", "replay", "weight", "scale", "flip", "alie"]
-RULES = ["mean, nothing cut", "mean", "median", "trimmed", "krum", "rfa", "clipping"]
+CUTS = {"mean, nothing cut": 0.0, "mean": 10.0, "mean, cut at 3": 3.0}
+"""`server.outlier` of the rules that are a mean; 10 is the default."""
+RULES = [*CUTS, "median", "trimmed", "krum", "rfa", "clipping"]
 
 
 class Attacked:
@@ -124,8 +126,8 @@ def accuracy(config: RunConfig, attack: str) -> tuple[float, dict[str, int]]:
 def settings(rule: str, alpha: float, seed: int) -> RunConfig:
     """FLITE on twenty clients, uniformly weighted but where a claim of examples is the attack."""
     changes = {"task.clients": CLIENTS, "task.alpha": alpha, "seed": seed, "server.hostile_share": HOSTILE / CLIENTS}
-    if rule.startswith("mean"):
-        changes["server.outlier"] = 0.0 if rule != "mean" else 10.0
+    if rule in CUTS:
+        changes["server.outlier"] = CUTS[rule]
     else:
         changes |= {"server.aggregate": rule, "server.weighting": "uniform"}
     return with_settings(nestling.load_config("flite-digits"), changes)
