@@ -90,7 +90,7 @@ def federation() -> Iterator[Federation]:
         text = toml("ignored", data=Path("elsewhere")).replace("rounds = 2", "rounds = 3")
         (made.folder / "job.toml").write_text(text)
         more = f"\n[server]\nmin_replies = 2\ndeadline = {DEADLINE:g}\n"
-        (made.folder / "long.toml").write_text(text.replace("rounds = 3", "rounds = 40") + more)
+        (made.folder / "long.toml").write_text(text.replace("rounds = 3", "rounds = 200") + more)
         made.serve("--host", "0.0.0.0", "--name", SERVER, "--control", HOSTS["desk"])
         made.let_in(0, 1, 2)
         made.join_all(0, 1, 2)

@@ -204,7 +204,7 @@ def test_cat_096_the_linter_checks_the_source_for_the_same_and_exceptions_say_wh
         for number, line in enumerate(lines)
         if re.search(r"noqa:.*\bS\d{3}", line)
     ]
-    assert len(exceptions) <= 3
+    assert len(exceptions) <= 4
     for name, (before, line) in exceptions:
         reason = line.partition("noqa: ")[2][4:].strip()
         assert len(reason) > 10 or before.strip().startswith("#"), (name, line)

@@ -373,6 +373,7 @@ def test_a_site_is_told_what_the_server_makes_of_it(
     asked: list[tuple[str, int]],
     said: list[str],
     why: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
@@ -391,7 +392,8 @@ def test_a_site_is_told_what_the_server_makes_of_it(
     monkeypatch.setattr(where, "FleetHttpClient", Answers)
     monkeypatch.setattr(Answers, "statuses", [status for _, status in asked])
     monkeypatch.setattr(import_module("flwr.supernode.cli.flower_supernode"), "flower_supernode", node)
-    monkeypatch.setattr("sys.argv", ["task", "flower-supernode", "3", "--insecure"])
+    monkeypatch.setattr("sys.argv", ["task", "flower-supernode", "3", str(tmp_path), "--insecure"])
+    monkeypatch.setattr(task.starter, "begin", lambda folder: folder != tmp_path)
     monkeypatch.setattr(threading, "Timer", MagicMock())  # it would end this process
     monkeypatch.setattr(os, "_exit", sys.exit)
     if why:
@@ -419,8 +421,8 @@ def node(told):
     thread.join()
     {ending}
     time.sleep(60)
-task.LONGEST_END, task.compat.run_super_node = 1.0, node
-task._be_site("3")
+task.LONGEST_END, task.compat.run_super_node, task.starter.begin = 1.0, node, lambda folder: False
+task._be_site("3", None)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert done.returncode == 9
@@ -429,6 +431,27 @@ task._be_site("3")
         "nestling: client 3 is refused",
     ]
     assert done.stderr.startswith("nestling: client 3 is refused: its key is no longer on the server's list")
+
+
+def test_only_the_process_of_a_message_comes_from_a_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nestling.deploy import task
+
+    ran: list[str] = []
+    monkeypatch.setattr(compat, "run_client_task", lambda load: ran.append(load().__class__.__name__))
+    for name, good in (("flwr-clientapp", True), ("flwr-serverapp", False)):
+
+        def become(folder: Path, name: str = name) -> bool:
+            sys.argv = [name, "--token", "x"]
+            return True
+
+        monkeypatch.setattr(task.starter, "begin", become)
+        monkeypatch.setattr("sys.argv", ["task", "flower-supernode", "3", str(tmp_path)])
+        if good:
+            task.main()
+        else:
+            with pytest.raises(SystemExit, match="is not started here"):
+                task.main()
+    assert ran == ["ClientApp"]
 
 
 def test_a_private_name_that_is_gone_is_an_error_and_never_a_guard_left_out() -> None:
@@ -449,6 +472,7 @@ def test_the_private_names_are_there() -> None:
         ("flwr.supercore.run", "RunNotRunningException"),
         ("flwr.superlink.extensions", "get_middleware"),
         ("flwr.supernode.fleet_http_connection", "FleetHttpClient"),
+        ("flwr.supernode.start_client_internal", "time"),
     ):
         for name in names.split():
             assert hasattr(import_module(module), name), name

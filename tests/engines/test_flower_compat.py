@@ -151,3 +151,36 @@ def test_flower_has_the_codes_by_these_numbers() -> None:
     assert SimpleNamespace(lost=codes.NODE_UNAVAILABLE, expired=codes.MESSAGE_UNAVAILABLE) == SimpleNamespace(
         lost=compat.NODE_LOST, expired=compat.EXPIRED
     )
+
+
+def test_what_comes_soon_is_seen_soon_and_an_idle_node_asks_as_seldom_as_flowers() -> None:
+    clock, slept = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    waits = compat.Waits(sleep, lambda: clock[0])
+    while clock[0] < 200:
+        waits.sleep(3.0)
+    assert slept[0] == 0.1
+    assert slept == sorted(slept)
+    assert slept[-1] == 3
+    assert len(slept) < 20 + 60 / 0.05 / 20 + 140 / 3 + 40
+    slept.clear()
+    for kind in (0.5, 3.0):  # another thing is waited for: a message has come, its answer has been sent
+        waits.sleep(kind)
+        assert slept.pop() == 0.1
+    for _ in range(300):
+        waits.sleep(0.5)
+    assert max(slept) == 0.5
+
+
+def test_flowers_node_waits_by_the_module_that_is_replaced() -> None:
+    from importlib import import_module
+    from inspect import getsource
+
+    source = getsource(import_module("flwr.supernode.start_client_internal"))
+    assert {line.strip() for line in source.splitlines() if "time." in line and "total time" not in line} == {
+        "time.sleep(3)", "time.sleep(0.5)",
+    }  # fmt: skip

@@ -1,7 +1,7 @@
 """Flower's programs, started with our settings: no telemetry, no installations, no code out of bundles.
 
     nestling serve   →   flower-superlink   →   for each run,     bin/flwr-serverapp, ours
-    nestling join    →   flower-supernode   →   for each message, bin/flwr-clientapp, ours
+    nestling join    →   flower-supernode   →   for each message, bin/flwr-clientapp, ours, of the site's starter
 
 Flower looks up in PATH what it starts for a run or a message. The first folder there is `bin/` of the site or server,
 in which each such program is ours: the two apps of `app.py`, whatever a bundle names; every other kind is refused.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from nestling.core.errors import ConfigError, ContextError, RemoteError
 from nestling.core.files import write_atomic
+from nestling.deploy import starter
 from nestling.deploy.folder import make_private, write_private
 from nestling.deploy.process import start
 from nestling.engines import flower_compat as compat
@@ -129,8 +130,11 @@ def write_programs(folder: Path) -> None:
         raise ContextError(f"starts other programs than {names}", where="flwr", remedy=f"pip install '{compat.EXTRA}'")
     own = make_private(folder / "bin")
     for name in names:
-        line = f'exec {shlex.quote(sys.executable)} -P -m nestling.deploy.task {shlex.quote(name)} "$@"'
-        write_private(own / name, f"#!/bin/sh\n{line}\n".encode())
+        line = f"-P -m nestling.deploy.task {shlex.quote(name)}"
+        if name == compat.CLIENT_APP:  # one for each message
+            call = [str(Path(starter.__file__).with_name("starter_call.py")), str(folder / starter.SOCKET), name]
+            line = f"-I -S {shlex.join(call)}"
+        write_private(own / name, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {line} "$@"\n'.encode())
         (own / name).chmod(0o700)
         if shutil.which(name, path=_path(folder)) != str(own / name):  # Flower's own is next, and runs bundles
             raise ContextError(
@@ -153,7 +157,7 @@ def super_node(
     folder: Path, *, client: int, server: str, ca: Path | None, key: Path | None, port: int
 ) -> list[str]:  # fmt: skip
     """The command line of a site."""
-    line = [sys.executable, "-P", "-m", "nestling.deploy.task", "flower-supernode", str(client)]
+    line = [sys.executable, "-P", "-m", "nestling.deploy.task", "flower-supernode", str(client), str(folder)]
     line += ["--superlink", server, "--host", "127.0.0.1", "--port", str(port)]
     line += ["--node-config", f'site="{folder}"']
     if ca is None:

@@ -2,7 +2,8 @@
 
 flwr-serverapp, flwr-clientapp    our app, whatever the bundle names
 flower-superlink ADDRESSES        Flower's, whose control interface answers only these addresses
-flower-supernode CLIENT           Flower's, which says in our words what the server makes of this client's site
+flower-supernode CLIENT FOLDER    Flower's, which says in our words what the server makes of this client's site, and
+                                  before it the site's starter
 anything else                     refused: a run of ours needs none
 """
 
@@ -10,9 +11,11 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from nestling.core.errors import RemoteError
+from nestling.deploy import starter
 from nestling.engines import flower_compat as compat
 
 
@@ -28,7 +31,7 @@ def main() -> None:
         allowed = sys.argv.pop(1).split(",")
         compat.run_super_link(frozenset(filter(None, allowed)))
     elif name == "flower-supernode":
-        _be_site(sys.argv.pop(1))
+        _be_site(sys.argv.pop(1), Path(sys.argv.pop(1)))
     else:
         sys.exit(f"nestling: {name} is not started here: a run brings settings, and no code")
 
@@ -46,8 +49,15 @@ LONGEST_END = 25.0
 """Seconds that a node which is refused is given to end by itself; Flower allows itself as many for a part of it."""
 
 
-def _be_site(client: str) -> None:
+def _be_site(client: str, folder: Path) -> None:
     """The node, until it is ended, or is refused: exit code 9, with the reason after all that Flower says."""
+    compat.import_client()
+    _client_app()
+    if starter.begin(folder):
+        if sys.argv[:1] != [compat.CLIENT_APP]:
+            sys.exit(f"nestling: {sys.argv[:1]} is not started here")
+        compat.run_client_task(_client_app)
+        return
     last, ending = "", threading.Lock()
 
     def told(news: str) -> None:

@@ -8,6 +8,7 @@ left out: the guards below are what keeps bundles from bringing code.
 import os
 import signal
 import ssl
+import time
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 from types import SimpleNamespace
@@ -56,6 +57,12 @@ def pretend_task(*, run: int = 1, node: int = 1) -> None:
     """Make messages possible outside a process that Flower started for a task: they take their run from it."""
     identity: Any = import_module("flwr.supercore.task_identity").TaskIdentity
     identity.task_id, identity.run_id, identity.node_id = run, run, node
+
+
+def import_client() -> None:
+    """Import what `run_client_task` needs of Flower, so that a fork of this process need not."""
+    for module in ("flwr.supernode.runtime.run_clientapp", "flwr.supernode.cli.flwr_clientapp"):
+        import_module(module)
 
 
 def run_client_task(load: Callable[[], Callable[..., Any]]) -> None:
@@ -178,7 +185,8 @@ def run_super_link(allowed: frozenset[str]) -> None:
 
 def run_super_node(told: Callable[[str], None]) -> None:
     """`flower-supernode`, which calls `told` as soon as the server has said what it makes of this node: ADMITTED, later
-    perhaps REVOKED, or one of the two refusals. The arguments are the process'."""
+    perhaps REVOKED, or one of the two refusals. It looks for messages more often than Flower's, which waits three
+    seconds between two looks. The arguments are the process'."""
     where = import_module("flwr.supernode.fleet_http_connection")
     rejected: Any = import_module("httpx").HTTPStatusError
     said = ""
@@ -210,7 +218,25 @@ def run_super_node(told: Callable[[str], None]) -> None:
         if not hasattr(where.FleetHttpClient, name):
             raise ContextError(f"FleetHttpClient has no {name}", where="flwr", remedy=f"pip install '{EXTRA}'")
     _replace(where, "FleetHttpClient", Watched)
+    loop = import_module("flwr.supernode.start_client_internal")
+    _replace(loop, "time", SimpleNamespace(sleep=Waits().sleep))
     import_module("flwr.supernode.cli.flower_supernode").flower_supernode()
+
+
+class Waits:
+    """Sleeps between two looks for the same thing: a twentieth of the time it has been waited for, so what comes soon
+    is seen soon and a node with nothing to do asks as seldom as Flower's. Which thing it is, Flower's seconds tell."""
+
+    SHORTEST, SHARE = 0.1, 0.05
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.monotonic) -> None:
+        self._sleep, self._now, self._since, self._kind = sleep, now, now(), 0.0
+
+    def sleep(self, seconds: float) -> None:
+        now = self._now()
+        if seconds != self._kind:
+            self._since, self._kind = now, seconds
+        self._sleep(min(seconds, max(self.SHORTEST, self.SHARE * (now - self._since))))
 
 
 class OnlyFrom:

@@ -1,0 +1,151 @@
+"""A site's starter: it has imported what answering a message takes, and is copied for each, so none has to import it.
+
+    bin/flwr-clientapp  →  starter_call.py  →  start.sock  →  a fork of the starter becomes the process of the message
+
+Flower starts a process for every message, which spends a second or more on imports before it can call the warm worker.
+The call in its place imports nothing: it hands its arguments, environment and outputs to the starter and waits for the
+exit code. Where there is no starter, it becomes the process itself. A starter has one thread and holds nothing of any
+run, so that what is forked is as good as new; it ends with the site's node.
+"""
+
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nestling.deploy.process import end_with
+
+SOCKET = "start.sock"
+LARGEST = 1 << 20
+"""Bytes of a request: arguments and environment."""
+TAKEN = b"+"
+"""What a caller is told before its process' exit code: from then on it must not become that process itself."""
+_PATIENCE = 5.0
+
+
+def begin(folder: Path) -> bool:
+    """Fork the starter of a site, which listens in its folder. True in a process that has become one for a message:
+    its arguments, environment and outputs are those of the call. False in the node, and where there can be no starter.
+    """
+    if sys.platform != "linux":  # elsewhere a fork may not be used before another program is started
+        return False
+    if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
+        print("nestling: more than one thread; each message starts a process of its own", file=sys.stderr, flush=True)
+        return False
+    path, parent = folder / SOCKET, os.getpid()
+    path.unlink(missing_ok=True)  # of a node that was killed: this one holds the folder's lock
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
+    listening.listen(64)
+    if os.fork():
+        listening.close()
+        return False
+    end_with(parent)
+    return _serve(listening)
+
+
+def _serve(listening: socket.socket) -> bool:
+    """Until it is ended. Returns in the processes that are forked only."""
+    ready = selectors.DefaultSelector()
+    ready.register(listening, selectors.EVENT_READ)
+    calls: dict[int, tuple[int, socket.socket]] = {}  # of each descriptor that tells of it: a process and its caller
+    try:
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is listening:
+                    if not _fork(listening, ready, calls):
+                        return True
+                elif key.fd in calls:
+                    _hear(key.fd, ready, calls)
+    except KeyboardInterrupt:
+        os._exit(0)
+
+
+def _fork(listening: socket.socket, ready: selectors.BaseSelector, calls: dict[int, tuple[int, socket.socket]]) -> bool:
+    """Take a call. False in the process that is to answer it."""
+    caller, _ = listening.accept()
+    outputs, pid = list[int](), -1
+    try:
+        caller.settimeout(_PATIENCE)
+        wanted, outputs = _request(caller)
+        pid = os.fork()
+        if pid:
+            caller.sendall(TAKEN)
+    except (OSError, ValueError):  # no request, or no process more: the caller becomes one
+        if pid < 0:
+            caller.close()
+    if pid == 0:
+        for other in [key.fileobj for key in ready.get_map().values()]:
+            other.close() if isinstance(other, socket.socket) else os.close(int(other))  # type: ignore[arg-type]
+        ready.close()
+        caller.close()
+        _become(wanted, outputs)
+        return False
+    for output in outputs:
+        os.close(output)
+    if pid > 0:
+        ended = os.pidfd_open(pid)
+        for watched, descriptor in ((ended, ended), (caller, caller.fileno())):
+            ready.register(watched, selectors.EVENT_READ)
+            calls[descriptor] = (pid, caller)
+    return True
+
+
+def _request(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    data, outputs, _, _ = socket.recv_fds(caller, 8, 3)
+    try:
+        size = int.from_bytes(data, "big")
+        if len(data) != 8 or len(outputs) != 3 or size > LARGEST:
+            raise ValueError("is no request")
+        parts, left = list[bytes](), size
+        while left and (part := caller.recv(left)):
+            parts.append(part)
+            left -= len(part)
+        wanted = json.loads(b"".join(parts))
+        if not isinstance(wanted, dict):
+            raise ValueError("is no request")
+        return wanted, outputs
+    except BaseException:
+        for output in outputs:
+            os.close(output)
+        raise
+
+
+def _become(wanted: dict[str, Any], outputs: list[int]) -> None:
+    """What a new process would have been."""
+    for number, output in enumerate(outputs):
+        os.dup2(output, number)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
+    sys.argv = list(wanted["arguments"])
+    random.seed()  # each would draw the same
+
+
+def _hear(descriptor: int, ready: selectors.BaseSelector, calls: dict[int, tuple[int, socket.socket]]) -> None:
+    """A process has ended, of which its caller is told, or a caller, whose process is then ended."""
+    pid, caller = calls[descriptor]
+    if descriptor == caller.fileno():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        ready.unregister(caller)
+        del calls[descriptor]
+        return
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        caller.sendall(bytes([code if code >= 0 else 128 - code]))
+    ready.unregister(descriptor)
+    os.close(descriptor)
+    del calls[descriptor]
+    if caller.fileno() in calls:
+        del calls[caller.fileno()]
+        ready.unregister(caller)
+    caller.close()
