@@ -5,7 +5,7 @@
 FLITE on the packaged digits, a site for each client, all on this machine over the loopback without TLS:
 
 in process   a worker is called for one client after another: what training takes, and the state that it ends in;
-nestling     `nestling serve`, `join` and `submit` as they are: a warm worker at each site, our polling;
+nestling     `nestling serve`, `join` and `submit` as they are: a starter and a warm worker at each site, our polling;
 plain        Flower's programs with Flower's polling. For every message a ClientApp imports torch, builds the model from
              the file of frozen weights, loads the data and trains; FedAvg has the latents as one array, clients do not
              evaluate.
@@ -166,9 +166,9 @@ def main(grid: Grid, context: Context) -> None:
 """
 
 START = "from importlib.metadata import entry_points as e; e(group='console_scripts')['flwr-clientapp'].load()\n"
-OUR_START = START + "import nestling.deploy.app"
 PLAIN_START = START + "import sys, nestling\nfrom nestling.build import build\n"
 PLAIN_START += "from nestling.config.load import load_config\nbuild(load_config(sys.argv[1]))"
+OUR_LINE = ["-I", "-S", "-c", "import json, os, signal, socket, sys"]  # as `deploy/starter_call.py`, before the fork
 
 
 class Processes:
@@ -368,12 +368,12 @@ def measure(sites: int, rounds: int, here: Path) -> dict[str, Any]:
     held = with_settings(config, {"base.weights": str(weights)})
     (here / "held.toml").write_text(dump_config(held))
     started, times = Processes(here), max(1.0, sites / (os.cpu_count() or 1))
-    for name, code, federation in (
-        ("nestling", OUR_START, lambda: ours(config, started, here, weights, report["in process"]["base_hash"])),
-        ("plain", PLAIN_START, lambda: plain(held, started, here)),
+    for name, line, federation in (
+        ("nestling", OUR_LINE, lambda: ours(config, started, here, weights, report["in process"]["base_hash"])),
+        ("plain", ["-c", PLAIN_START, here / "held.toml"], lambda: plain(held, started, here)),
     ):
         try:
-            alone = median(started.run("start", sys.executable, "-c", code, here / "held.toml") for _ in range(3))
+            alone = median(started.run("start", sys.executable, *line) for _ in range(3))
             row = federation()
         finally:
             started.end()

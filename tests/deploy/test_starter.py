@@ -166,3 +166,25 @@ def test_a_node_with_more_than_one_thread_has_no_starter(tmp_path: Path, capsys:
         thread.join()
     assert "each message starts a process of its own" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_imports_its_client_without_threads_that_would_forbid_a_starter(tmp_path: Path) -> None:
+    """With as many as NumPy's linear algebra likes, and what a worker is told is not changed by it."""
+    pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+    program = """
+import os, sys
+from nestling.deploy import starter, task
+task.compat.run_super_node = lambda told: print("a node", os.environ.get("OPENBLAS_NUM_THREADS"), flush=True)
+usual = starter.begin
+starter.begin = lambda folder: usual(folder) or print("begun", (folder / starter.SOCKET).exists(), flush=True)
+sys.argv = ["task", "flower-supernode", "0", sys.argv[1]]
+task.main()
+"""
+    several = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2")
+    for environment, number in ((several, "2"), ({}, "None")):
+        kept = {name: value for name, value in os.environ.items() if name not in several}
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=kept | environment
+        )
+        assert done.stdout == f"begun True\na node {number}\n", done.stderr
+        assert done.stderr == ""

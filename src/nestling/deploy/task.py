@@ -10,7 +10,8 @@ anything else                     refused: a run of ours needs none
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ LONGEST_END = 25.0
 
 def _be_site(client: str, folder: Path) -> None:
     """The node, until it is ended, or is refused: exit code 9, with the reason after all that Flower says."""
-    compat.import_client()
-    _client_app()
+    with _without_threads():
+        compat.import_client()
+        _client_app()
     if starter.begin(folder):
         if sys.argv[:1] != [compat.CLIENT_APP]:
             sys.exit(f"nestling: {sys.argv[:1]} is not started here")
@@ -85,6 +87,21 @@ def _be_site(client: str, folder: Path) -> None:
     finally:
         if last in REFUSALS:
             end()
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """NumPy's linear algebra starts threads as it is imported, and neither a node nor a message needs them."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:  # a worker has its own number
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _client_app() -> Any:
