@@ -478,6 +478,22 @@ def test_an_engine_that_is_given_carries_the_messages_and_the_state_is_the_same_
     assert there.bytes_up == here.bytes_up
 
 
+def test_what_was_sent_to_nobody_is_counted_in_no_file(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    sites = build(settings)
+
+    class OneIsAway:
+        def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes | Failure]:
+            return sites.engine.exchange(messages) | {1: Failure("away", "client 1: is not connected", sent=False)}
+
+    done = run(settings, engine=OneIsAway(), examples=len(sites.task))
+    rows = read_rows(Path(done.run_dir) / "bytes.jsonl")
+    assert {row["client"] for row in rows} == {0, 2}
+    down = sum(row["wire_bytes"] for row in rows if row["direction"] == "down")
+    assert down == done.bytes_down == sum(row["bytes_down"] for row in read_rows(Path(done.run_dir) / "metrics.jsonl"))
+    assert done.rejected == {"away": settings.rounds}
+
+
 def test_clients_elsewhere_may_hold_more_items_than_the_data_here(tmp_path: Path) -> None:
     parts = build(config(tmp_path), engine=build(config(tmp_path)).engine, examples=10**6)
     assert parts.agreement.limits.max_examples == 10**6

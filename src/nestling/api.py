@@ -366,16 +366,17 @@ def _of_task(
 
 
 def _record(done: Round, parts: Parts, config: RunConfig, recorder: Recorder, *, seconds: float) -> None:
-    """A row per message, a row for the round, and the reasons of the replies that were dropped."""
+    """A row per message that was sent, a row for the round, and the reasons of the replies that were dropped."""
     layout = parts.agreement.layout
     down, up = body_size(config.codec.down, layout), body_size(config.codec.up, layout)
     secret = config.privacy.sampling == "poisson"
     for number, reply in done.replies.items():
         client = None if secret else number
-        recorder.message(
-            done.broadcast, round=done.number, direction="down", client=client,
-            codec=config.codec.down, payload_bytes=down,
-        )  # fmt: skip
+        if not isinstance(reply, Failure) or reply.sent:
+            recorder.message(
+                done.broadcast, round=done.number, direction="down", client=client,
+                codec=config.codec.down, payload_bytes=down,
+            )  # fmt: skip
         refusal = done.refused.get(number)
         if not isinstance(reply, Failure):
             recorder.message(

@@ -37,7 +37,10 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
     said = {"success": False, "error-message": "no such run"}
     assert main(stop) == 9
     assert "no such run). Give the number of a run" in capsys.readouterr().err
-    said = {"success": False, "error-message": "Using SuperLink: nestling (x:1)\n✋ Stopping run ID 5...\n\nno run"}
+    said = {
+        "success": False,
+        "error-message": "Using SuperLink: nestling (x:1)\n\u270b Stopping run ID 5...\nStopping run 5\n\nno run",
+    }
     assert main(stop) == 9
     assert "the server: refuses (no run). Give" in capsys.readouterr().err
     said = {"success": False, "error-message": REFUSED.format(what="stop-run")}

@@ -116,6 +116,9 @@ def test_who_holds_a_lock_is_named_and_may_be_waited_for(tmp_path: Path) -> None
     first.__enter__()
     freeing = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
     freeing.start()
-    with taken("second", wait=30.0):
+    noted: list[int] = []
+    again = only_one(tmp_path / "lock", "", where="", name="second", wait=30.0, note=lambda: noted.append(1))
+    with again:
+        assert noted == [1]
         assert (tmp_path / "lock").read_text() == "second"
     freeing.join()

@@ -264,7 +264,9 @@ def test_the_server_of_a_serve_that_was_killed_is_waited_for(
     assert main(serve) == 0
     try:
         assert main(serve) == 6
-        assert "its last server is still at work" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.count("the last server here is still ending; waiting") == 1
+        assert "its last server is still at work" in err
     finally:
         left[0].kill()
         left[0].wait()

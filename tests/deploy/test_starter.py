@@ -127,7 +127,7 @@ def test_one_whose_starter_dies_meanwhile_does_not_begin_again_by_itself(tmp_pat
         (worker,) = children(process)
         os.kill(process, signal.SIGKILL)
         assert long.wait(20) == 1
-        os.kill(worker, signal.SIGKILL)
+        ends(worker)
 
 
 def test_without_a_starter_a_call_is_the_process_itself(tmp_path: Path) -> None:

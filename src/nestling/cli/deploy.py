@@ -58,8 +58,11 @@ def serve(args: Sequence[str]) -> int:
     with (
         only_one(fed / "serve.lock", "another 'nestling serve' is at work in it", where=str(fed)),
         # Held by Flower's server as well, which outlives a 'serve' that was killed while it ends its runs.
-        only_one(fed / "server.lock", "its last server is still at work", where=str(fed), wait=ENDING) as held,
-    ):
+        only_one(
+            fed / "server.lock", "its last server is still at work", where=str(fed), wait=ENDING,
+            note=lambda: print("nestling: the last server here is still ending; waiting", file=sys.stderr, flush=True),
+        ) as held,
+    ):  # fmt: skip
         _check_free(host, c.port)
         return _serve(c, fed, host, allowed, held)
 

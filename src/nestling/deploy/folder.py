@@ -10,7 +10,7 @@ Flower's home, as nestling/site-0 and nestling/fed, and have no bin/.
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -119,21 +119,32 @@ def read_settings(kind: type[Settings], folder: Path) -> Settings:
 
 
 @contextmanager
-def only_one(lock: Path, said: str, *, where: str, name: str = "", wait: float = 0.0) -> Iterator[int]:
+def only_one(
+    lock: Path,
+    said: str,
+    *,
+    where: str,
+    name: str = "",
+    wait: float = 0.0,
+    note: Callable[[], object] = lambda: None,
+) -> Iterator[int]:
     """Nobody else is in a block with this lock; the kernel frees it when the process ends, however it ends. Gives the
     lock's descriptor: a process that inherits it holds the lock as well.
 
     Raises `RunError` (exit code 6), which says `said` and the `name` that the other one has given itself, if another
-    process is there, and after `wait` seconds still is.
+    process is there, and after `wait` seconds still is. `note` is called once if there is something to wait for.
     """
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        until = time.monotonic() + wait
+        until, told = time.monotonic() + wait, False
         while not _taken(handle):
             if time.monotonic() >= until:
                 other = printable(os.pread(handle, 100, 0).decode("utf-8", "replace"))
                 said = f"{said} ({other})" if other else said
                 raise RunError(said, where=where, remedy="Wait for it to end, or stop it.", locked=True)
+            if not told:
+                note()
+            told = True
             time.sleep(0.2)
         os.truncate(handle, 0)
         os.pwrite(handle, name.encode(), 0)

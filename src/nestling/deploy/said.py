@@ -8,7 +8,7 @@ from nestling.runs.files import printable
 LINE, RESULT, ERROR, FOLDER = "nestling: ", "nestling-result: ", "nestling-error: ", "nestling-folder: "
 """What lines of ours begin with. After the second and third, one of which ends a log, JSON follows; after the last, the
 name of the run's folder, once it has one."""
-_CHATTER = re.compile(r"Using SuperLink: |✋ Stopping run |INFO ")
+_CHATTER = re.compile(r"\W*(Using SuperLink: |Stopping run |INFO )")
 _FORBIDDEN = re.compile(r"error '403 Forbidden' for url '\S+/control/")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 

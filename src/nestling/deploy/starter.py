@@ -5,7 +5,7 @@
 Flower starts a process for every message, which spends a second or more on imports before it can call the warm worker.
 The call in its place imports nothing: it hands its arguments, environment and outputs to the starter and waits for the
 exit code. Where there is no starter, it becomes the process itself. A starter has one thread and holds nothing of any
-run, so that what is forked is as good as new; it ends with the site's node.
+run, so that what is forked is as good as new; it ends with the site's node, and its forks with it.
 """
 
 import json
@@ -71,7 +71,7 @@ def _serve(listening: socket.socket) -> bool:
 def _fork(listening: socket.socket, ready: selectors.BaseSelector, calls: dict[int, tuple[int, socket.socket]]) -> bool:
     """Take a call. False in the process that is to answer it."""
     caller, _ = listening.accept()
-    outputs, pid = list[int](), -1
+    outputs, pid, own = list[int](), -1, os.getpid()
     try:
         caller.settimeout(_PATIENCE)
         wanted, outputs = _request(caller)
@@ -87,6 +87,7 @@ def _fork(listening: socket.socket, ready: selectors.BaseSelector, calls: dict[i
         ready.close()
         caller.close()
         _become(wanted, outputs)
+        end_with(own)  # or it would wait for hours for a node that has ended
         return False
     for output in outputs:
         os.close(output)
