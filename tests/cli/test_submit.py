@@ -48,6 +48,29 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
     assert "takes no orders from this machine's address. Give them on the server's" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--stop=5"],
+        ["--server", "127.0.0.1:1", "--stop", "5"],
+        ["--resume=x"],
+        ["--server=127.0.0.1:1", "--resume", "x"],
+    ],
+)
+def test_what_is_stopped_or_gone_on_with_may_stand_anywhere(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+    reached: list[str] = []
+
+    def check(address: str, ca: object) -> None:
+        reached.append(address)
+        raise RemoteError("is not reached")
+
+    monkeypatch.setattr("nestling.deploy.reach.check_reached", check)
+    server = [] if any("--server" in word for word in line) else ["--server", "127.0.0.1:1"]
+    assert main(["submit", *line, *server, "--insecure"]) == 9
+    assert reached == ["127.0.0.1:1"]
+
+
 def test_an_error_there_is_the_error_here() -> None:
     told = [f'{ERROR}{{"error": "sites of clients 1: are not there.", "exit_code": 7}}'.encode()]
     with pytest.raises(RunError, match="sites of clients 1: are not there") as caught:

@@ -18,7 +18,7 @@ from flwr.app import Context, Message, MessageType, RecordDict
 
 from nestling.api import run
 from nestling.config.load import dump_config, load_config
-from nestling.config.schema import LanguageConfig, MemoryConfig, NeedleConfig, RunConfig
+from nestling.config.schema import LanguageConfig, MemoryConfig, NeedleConfig, PrivacyConfig, RunConfig
 from nestling.core.errors import ConfigError, ContextError, RunError
 from nestling.core.types import Failure
 from nestling.deploy import app
@@ -92,6 +92,29 @@ def test_a_submitted_config_ends_in_the_state_of_a_run_in_process_to_the_bit(
     assert json.loads(run_over(Nodes(tmp_path, 0), fed, {"resume": name}))["state_digest"] == here.state_digest
     assert Path(there["run_dir"]).parent == fed / "runs"
     assert load_config(fed / "runs" / name / "config.toml").base.weights.startswith(str(fed / "bases"))
+
+
+@pytest.mark.parametrize(
+    ("server", "needed"), [({"min_replies": 2}, 2), ({"aggregate": "median", "hostile_share": 0.34}, 3), ({}, 1)]
+)
+def test_so_many_sites_are_waited_for_as_a_round_needs_replies(
+    server: dict[str, Any], needed: int, tmp_path: Path
+) -> None:  # fmt: skip
+    settings = config(tmp_path)
+    changed = dataclasses.replace(settings.server, weighting="uniform", **server)
+    assert app.prepare(dataclasses.replace(settings, server=changed), make_private(tmp_path / "fed"), "x")[3] == needed
+
+
+def test_a_secret_draw_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    """A wait would tell who was drawn."""
+    pytest.importorskip("dp_accounting", reason="needs the extra nestling[dp]")
+    settings = config(tmp_path)
+    settings = dataclasses.replace(
+        settings,
+        server=dataclasses.replace(settings.server, weighting="uniform", clients_per_round=1),
+        privacy=PrivacyConfig(noise=1.0, sampling="poisson"),
+    )
+    assert app.prepare(settings, make_private(tmp_path / "fed"), "x")[3] == 0
 
 
 def test_a_run_goes_on_to_the_bit_after_another_one_with_its_data_and_its_folder_moved(

@@ -369,6 +369,7 @@ ACTIVATE, PULL = "/v1/fleet/activate-node", "/v1/fleet/pull-messages"
         ),
         ([(ACTIVATE, 200), (PULL, 412)], ["admitted"], ""),
         ([(ACTIVATE, 503), (ACTIVATE, 200)], ["admitted"], ""),
+        ([(ACTIVATE, 200), (PULL, 401), (PULL, 200)], ["admitted", "refused", "admitted"], ""),  # a lone refusal
     ],
 )
 def test_a_site_is_told_what_the_server_makes_of_it(
@@ -456,6 +457,44 @@ def test_only_the_process_of_a_message_comes_from_a_starter(tmp_path: Path, monk
     assert ran == ["ClientApp"]
 
 
+def test_a_node_of_ours_looks_for_messages_by_waits_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import import_module
+
+    loop: Any = import_module("flwr.supernode.start_client_internal")
+    monkeypatch.setattr(loop, "time", time)
+    monkeypatch.setattr(import_module("flwr.supernode.fleet_http_connection"), "FleetHttpClient", Answers)
+    slept: list[float] = []
+
+    def node() -> None:
+        began = time.monotonic()
+        loop.time.sleep(3.0)
+        slept.append(time.monotonic() - began)
+
+    monkeypatch.setattr(import_module("flwr.supernode.cli.flower_supernode"), "flower_supernode", node)
+    compat.run_super_node(lambda news: None)
+    assert 0.1 <= slept[0] < 2
+
+
+def test_what_flower_runs_holds_the_lock_that_is_kept_for_it(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from nestling.deploy.folder import only_one
+from nestling.deploy.programs import run_until_ended
+with only_one(Path(sys.argv[1]), "", where="") as held:
+    sleeper = "import time; print('up', flush=True); time.sleep(60)"
+    run_until_ended([sys.executable, "-c", sleeper], os.environ, keep=[held])
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        locks = [Path(f"/proc/{child}/fd") for child in children]
+        held = [os.readlink(fd) for folder in locks for fd in folder.iterdir()]
+        process.terminate()
+    assert str(tmp_path / "lock") in held
+
+
 def test_a_private_name_that_is_gone_is_an_error_and_never_a_guard_left_out() -> None:
     with pytest.raises(ContextError, match="bundles could bring code"):
         compat._replace(subprocess, "no_such_name", None)
@@ -527,3 +566,27 @@ def test_flowers_command_is_asked_for_plain_lines_and_not_waited_for_without_end
     monkeypatch.setattr(programs, "_LONGEST_ANSWER", 0.2)
     with pytest.raises(RemoteError, match=r"has not answered for 0\.2 s"):
         programs.flwr(tmp_path, ["hang"])
+
+
+def test_a_key_is_on_no_list_where_the_server_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Whatever it is that stands in the way."""
+    monkeypatch.setattr(programs, "flwr", lambda folder, args: pytest.fail("was asked"))
+    fed, key = tmp_path / "fed", tmp_path / "key"
+    (fed / "flower").mkdir(parents=True)
+    programs.write_connection(fed / "flower", server="127.0.0.1:1", ca=tmp_path / "gone.crt")
+    assert main(["keys", "new", str(key)]) == 0
+    for command in (["add", f"{key}.pub", "--client", "0"], ["list"], ["revoke", "--client", "0"]):
+        assert main(["keys", *command, "--dir", str(fed)]) == 2
+        assert "gone.crt: cannot be read" in capsys.readouterr().err
+    programs.write_connection(fed / "flower", server="127.0.0.1:1", ca=None)
+    assert main(["keys", "add", f"{key}.pub", "--client", "0", "--dir", str(fed)]) == 9
+    assert "127.0.0.1:1: is not reached (Connection refused)" in capsys.readouterr().err
+    assert not (fed / "keys.json").exists()
+
+
+@pytest.mark.parametrize("wait", ["nan", "-1", "inf"])
+def test_a_wait_that_never_ends_is_refused(wait: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", str(port), "--wait", wait]) == 2
+    assert "--wait: is " in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
-from nestling.core.errors import ConfigError, RemoteError
+from nestling.core.errors import ConfigError, ContextError, RemoteError
 from nestling.deploy import reach
 from nestling.deploy.certificates import CA, SERVER, SERVER_KEY, make_certificates
 
@@ -149,10 +149,17 @@ def test_one_that_hangs_up_may_be_there_later(own: Path) -> None:
         thread.join()
 
 
-def test_what_answers_in_the_place_of_a_server_is_none(own: Path) -> None:
-    says = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+@pytest.mark.parametrize("status", [407, 502, 503, 504])
+def test_what_answers_in_the_place_of_a_server_is_none(status: int, own: Path) -> None:
+    says = b"HTTP/1.1 %d No\r\nContent-Length: 100000\r\nConnection: close\r\n\r\n" % status  # and no more comes
     with answering(own, says) as address:
-        assert reach.why_not_reached(address, own / CA) == "it answers 502"
+        assert reach.why_not_reached(address, own / CA) == f"it answers {status}"
+
+
+def test_a_proxy_that_flowers_client_cannot_use_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    with pytest.raises(ContextError, match=r"the proxy.*ALL_PROXY"):
+        reach.why_not_reached("127.0.0.1:1", own / CA)
 
 
 def test_it_is_asked_by_way_of_the_proxy_that_flowers_programs_use(

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a starter forks
 
 CALL = Path(starter.__file__).with_name("starter_call.py")
 PROGRAM = """
-import json, os, sys, time
+import json, os, random, sys, time
 from pathlib import Path
 from nestling.deploy import starter
 if starter.begin(Path(sys.argv[1])):
-    said = {"arguments": sys.argv, "folder": os.getcwd(), "open": len(os.listdir("/proc/self/fd")),
-            "name": os.environ.get("NAME"), "extra": os.environ.get("EXTRA"), "input": sys.stdin.read()}
+    said = {"arguments": sys.argv, "drawn": random.random(), "folder": os.getcwd(),
+            "open": len(os.listdir("/proc/self/fd")), "name": os.environ.get("NAME"),
+            "extra": os.environ.get("EXTRA"), "input": sys.stdin.read()}
     print(json.dumps(said), flush=True)
     print("to the errors", file=sys.stderr, flush=True)
     if "wait" in sys.argv:
@@ -76,12 +77,14 @@ def children(pid: int) -> list[int]:
 
 def test_a_fork_has_the_calls_arguments_environment_folder_outputs_and_exit_code(tmp_path: Path) -> None:
     with started(tmp_path):
+        drawn = set[float]()
         calls = [call(tmp_path, "flwr-clientapp", "--token", f"ü{number}") for number in range(3)]
         for number, each in enumerate(calls):
             out, err = each.communicate(timeout=30)
             assert each.returncode == 7, err
             assert err == "to the errors\n"
             said = json.loads(out)
+            drawn.add(said.pop("drawn"))
             assert said.pop("open") == 4, "the three outputs, and the folder that is being listed"
             assert said == {
                 "arguments": ["flwr-clientapp", "--token", f"ü{number}"],
@@ -90,6 +93,7 @@ def test_a_fork_has_the_calls_arguments_environment_folder_outputs_and_exit_code
                 "extra": None,
                 "input": "",
             }
+    assert len(drawn) == 3
 
 
 def test_a_call_that_is_ended_ends_its_process_and_the_next_is_answered(tmp_path: Path) -> None:
@@ -138,13 +142,20 @@ def test_without_a_starter_a_call_is_the_process_itself(tmp_path: Path) -> None:
     assert "settings, and no code" in err
 
 
-@pytest.mark.parametrize("sent", [b"", b"\0" * 8, (1 << 40).to_bytes(8, "big"), (3).to_bytes(8, "big") + b"[1]"])
+NESTED = (1 << 19).to_bytes(8, "big") + b"[" * (1 << 19)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", bytes(8), (1 << 40).to_bytes(8, "big"), (3).to_bytes(8, "big") + b"[1]", NESTED],
+    ids=["nothing", "empty", "too-long", "a-list", "nested"],
+)  # fmt: skip
 def test_what_is_no_request_is_hung_up_on_and_the_next_is_answered(sent: bytes, tmp_path: Path) -> None:
     with started(tmp_path):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(tmp_path / starter.SOCKET))
             if sent:
-                socket.send_fds(stranger, [sent], [0, 1, 2])
+                socket.send_fds(stranger, [sent[:8]], [0, 1, 2])
+                stranger.sendall(sent[8:])
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(20)
             assert stranger.recv(1) == b""
@@ -188,3 +199,38 @@ task.main()
         )
         assert done.stdout == f"begun True\na node {number}\n", done.stderr
         assert done.stderr == ""
+
+
+def test_a_call_under_nohup_lives_on_when_the_terminal_goes(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started(tmp_path):
+            long = call(tmp_path, "wait")
+            assert long.stdout is not None
+            long.stdout.readline()
+            long.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                long.wait(0.5)
+            long.terminate()
+            assert long.wait(20) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_end_that_was_heard_of_ends_no_other_call(tmp_path: Path) -> None:
+    """All in one look: a process has ended, its caller has gone, and another calls, which may get the same number."""
+    with started(tmp_path) as node:
+        (process,) = children(node.pid)
+        first = call(tmp_path, "wait")
+        assert first.stdout is not None
+        first.stdout.readline()
+        (worker,) = children(process)
+        os.kill(process, signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        first.kill()
+        first.wait(20)
+        second = call(tmp_path, "x")
+        time.sleep(0.5)
+        os.kill(process, signal.SIGCONT)
+        out, _ = second.communicate(timeout=30)
+        assert (second.returncode, bool(out)) == (7, True)

@@ -304,7 +304,7 @@ def test_an_exchange_begins_once_enough_sites_are_there(monkeypatch: pytest.Monk
     assert {c: r for c, r in replies.items() if c in (7, 3)} == good((7, 3))
     assert [replies[c].code for c in (9, 1)] == ["away", "away"]
     assert said == ["waiting: 1 of 2 sites that are needed are connected"] * 2
-    assert engine.exchange({7: MESSAGES[7]}) == good([7])  # fewer are asked than the quorum
+    assert engine.exchange({7: MESSAGES[7]}) == good([7])
 
 
 def test_where_too_few_come_back_the_run_ends_and_no_round_is_used_up() -> None:
@@ -317,7 +317,18 @@ def test_where_too_few_come_back_the_run_ends_and_no_round_is_used_up() -> None:
         engine.exchange(MESSAGES)
     assert caught.value.exit_code == 7
     assert grid.pushed == []
-    assert engine.exchange({}) == {}  # nobody was drawn: nobody is waited for
+
+
+def test_a_secret_draw_waits_for_nobody_and_one_that_is_away_for_good_ends_no_run() -> None:
+    """Else the wait would tell who was drawn; and with enough others there, a round is all that is lost."""
+    grid, said = Grid(), list[str]()
+    grid.offline = {10}
+    for quorum in (0, 1, 3):
+        engine = FlowerEngine(grid, SITES, quorum=quorum, wait=60.0, note=said.append)
+        assert engine.exchange({1: MESSAGES[1]})[1].code == "away"
+    grid.offline = set(SITES.values())
+    assert FlowerEngine(grid, SITES, quorum=0, wait=60.0).exchange({1: MESSAGES[1]})[1].code == "away"
+    assert (said, grid.pushed) == ([], [])
 
 
 def test_an_exchange_in_whose_midst_all_went_away_is_begun_anew_when_one_is_back(
@@ -339,8 +350,24 @@ def test_an_exchange_in_whose_midst_all_went_away_is_begun_anew_when_one_is_back
     assert {r.code for r in replies.values() if isinstance(r, Failure)} == {"away"}
 
 
-def test_what_ends_all_sites_again_and_again_is_not_asked_for_ever() -> None:
-    grid = Grid(**dict.fromkeys((f"n{node}" for node in SITES.values()), error(5)))
+def test_what_ends_all_sites_again_and_again_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestling.engines.flower.time.sleep", lambda seconds: None)
+    grid = Grid()
+
+    def goes(node: int, identifier: str, body: bytes) -> list[Reply]:
+        grid.offline.add(node)
+        return [Reply(Error(5, "gone"), to=identifier, sender=SERVER)]
+
+    for node in SITES.values():
+        grid.nodes[node] = goes
+    usual = grid.get_nodes
+
+    def get_nodes() -> list[Any]:
+        found = usual()
+        grid.offline.clear()  # they are back before the next look
+        return found
+
+    grid.get_nodes = get_nodes  # type: ignore[method-assign]
     replies = FlowerEngine(grid, SITES, wait=60.0, poll=0.005).exchange(MESSAGES)
     assert {r.code for r in replies.values() if isinstance(r, Failure)} == {"node_lost"}
     assert len(grid.pushed) == 3 * len(SITES)

@@ -111,6 +111,8 @@ def _check_free(host: str, port: int) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:
+            if family == socket.AF_INET6 and len(found) > 1 and not _speaks_ipv6():
+                continue
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server's own
                 if family == socket.AF_INET6:
@@ -122,6 +124,16 @@ def _check_free(host: str, port: int) -> None:
             where=f"{host} port {port}",
             remedy="Give another --host or --port, or end what listens there.",
         ) from error
+
+
+def _speaks_ipv6() -> bool:
+    """Whether this machine does: a name may have such an address all the same."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            return True
+    except OSError:
+        return False
 
 
 def _of_flower(code: int, name: str) -> int:
@@ -184,7 +196,13 @@ def join(args: Sequence[str]) -> int:
     site = make_private(Path(c.dir).resolve())
     if len(str(site / proxy.SOCKET).encode()) > LONGEST_SOCKET:
         raise ConfigError("is too long a path for a socket", where="--dir", remedy="Give a folder nearer to the root.")
-    with only_one(site / "join.lock", "another 'nestling join' is at work in it", where=str(site)):
+    with (
+        only_one(site / "join.lock", "another 'nestling join' is at work in it", where=str(site)),
+        only_one(  # held by Flower's node as well, which outlives a 'join' that was killed for a moment
+            site / "node.lock", "its last node is still at work", where=str(site), wait=ENDING,
+            note=lambda: print("nestling: the last node here is still ending; waiting", file=sys.stderr, flush=True),
+        ) as held,
+    ):  # fmt: skip
         why = reach.why_not_reached(c.server, ca)  # before anything is changed: it raises if another answers
         if proxy.is_alive(site):
             proxy.kill(site)  # of an earlier 'join', with its settings
@@ -197,7 +215,8 @@ def join(args: Sequence[str]) -> int:
         if why:
             print(f"nestling: {c.server} is not reached ({why}); waiting until it is", file=sys.stderr, flush=True)
         try:
-            return _of_flower(programs.run_until_ended(line, programs.environment(site, {})), "flower-supernode")
+            code = programs.run_until_ended(line, programs.environment(site, {}), keep=[held])
+            return _of_flower(code, "flower-supernode")
         finally:
             proxy.kill(site)
 
@@ -296,9 +315,9 @@ def keys(args: Sequence[str]) -> int:
         raise ConfigError("is no server's folder", where=str(fed), remedy="It is made by 'nestling serve --dir'.")
 
     def flower(arguments: list[str]) -> str:
-        reach.check_reached(*programs.read_connection(fed / "flower"))
         return programs.flwr(fed, arguments)
 
+    reach.check_reached(*programs.read_connection(fed / "flower"))  # before anything is changed
     if isinstance(command, AddKey):
         if command.client < 0:
             raise ConfigError("is negative", where="--client", remedy="Give 0, 1, 2, …")

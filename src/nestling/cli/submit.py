@@ -28,7 +28,7 @@ NUMBER     of a run, shown first of all
 
 --server   where 'nestling serve' listens            --ca     the server's ca.crt
 --insecure in the place of --ca: no TLS, only to try things on one machine
---json     end with one JSON object on the standard output; progress goes to the standard error"""
+--json     end with one JSON object on the standard output, progress on the standard error (not with --stop)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,10 @@ def submit(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if args else 2
-    if args and args[0] == "--resume":
+    asked = {arg.partition("=")[0] for arg in args}
+    if "--resume" in asked:
         command = tyro.cli(tyro.conf.FlagCreatePairsOff[ResumeThere], args=list(args), prog="nestling submit")
-    elif args and args[0] == "--stop":
+    elif "--stop" in asked:
         command = tyro.cli(tyro.conf.FlagCreatePairsOff[StopThere], args=list(args), prog="nestling submit")
     else:
         command = read_command(SubmitCommand, args, verb="submit")

@@ -140,21 +140,21 @@ def run_over(grid: Grid, fed: Path, given: Mapping[str, object], *, name: str = 
             if not source.strip():  # it would be a run by the defaults
                 raise ConfigError("is empty", where="config", remedy="Submit with 'nestling submit CONFIG'.")
             config = parse_config(source, where="config")
-        config, hello, base = prepare(own_settings(config, fed, settings), fed, name)
+        config, hello, base, fewest = prepare(own_settings(config, fed, settings), fed, name)
         sites = gather(
             grid, range(config.task.clients), hello, base, wait=settings.wait,
             registered=registered(fed) if settings.authenticated else None, note=_once(),
         )  # fmt: skip
-        return to_json(_go(grid, config, sites, folder, name, wait=settings.wait).to_dict())
+        engine = FlowerEngine(
+            grid, sites.nodes, deadline=config.server.deadline, stragglers=config.server.stragglers,
+            ttl=sites.patience, quorum=fewest, wait=settings.wait, note=_once(),
+        )  # fmt: skip
+        return to_json(_go(engine, config, sites, folder, name).to_dict())
 
 
-def _go(grid: Grid, config: RunConfig, sites: Sites, folder: Path | None, name: str, *, wait: float) -> Any:
+def _go(engine: FlowerEngine, config: RunConfig, sites: Sites, folder: Path | None, name: str) -> Any:
     from nestling.api import resume, run
 
-    engine = FlowerEngine(
-        grid, sites.nodes, deadline=config.server.deadline, stragglers=config.server.stragglers, ttl=sites.patience,
-        quorum=config.server.min_replies, wait=wait, note=_once(),
-    )  # fmt: skip
     more: Any = {"progress": _told, "command": [COMMAND, name], "engine": engine, "examples": sites.examples}
     if folder is None:
         return run(config, **more)
@@ -191,10 +191,10 @@ def own_settings(config: RunConfig, fed: Path, settings: FedSettings) -> RunConf
     return dataclasses.replace(with_data(config, settings.data), machine=machine, base=base)
 
 
-def prepare(config: RunConfig, fed: Path, name: str) -> tuple[RunConfig, Hello, bytes]:
-    """The config with a base that lies in `fed`, what sites are told of the run of that name, and the base's bytes
-    where we made it: a frozen model that was trained here is shared, for on another machine the same recipe may give
-    other bits."""
+def prepare(config: RunConfig, fed: Path, name: str) -> tuple[RunConfig, Hello, bytes, int]:
+    """The config with a base that lies in `fed`, what sites are told of the run of that name, the base's bytes where we
+    made it, and how many usable replies a round needs. A frozen model that was trained here is shared, for on another
+    machine the same recipe may give other bits."""
     from nestling.build import build
     from nestling.models.backbones import base_bytes
 
@@ -211,7 +211,7 @@ def prepare(config: RunConfig, fed: Path, name: str) -> tuple[RunConfig, Hello, 
         told = dataclasses.replace(told, base=dataclasses.replace(told.base, weights=""))
     elif told.base.model not in ASSETS:  # sites have their own, and this one's path is the server's affair
         told = dataclasses.replace(told, base=dataclasses.replace(told.base, model=Path(told.base.model).name))
-    return config, Hello(dump_config(told), parts.base_hash, count_pieces(content), name), content
+    return config, Hello(dump_config(told), parts.base_hash, count_pieces(content), name), content, parts.server.fewest
 
 
 class _Nobody:

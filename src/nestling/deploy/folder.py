@@ -59,7 +59,7 @@ class SiteSettings:
 
 @dataclass(frozen=True)
 class FedSettings:
-    """What the server decides, whatever a submitted config says."""
+    """What the server decides, whatever a submitted config says. Raises `ConfigError` for a wait that cannot be."""
 
     data: str = ""
     """Where the held-out items lie; it stands in the place of `task.path`."""
@@ -70,6 +70,10 @@ class FedSettings:
     """Nodes have registered keys, each for a client, so a site cannot choose which client it is."""
     model: str = ""
     """Of a language run: the model on this machine, in the place of `base.model`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait <= LONGEST_CALL:
+            raise ConfigError(f"is {self.wait}", where="--wait", remedy=f"Give 0 to {LONGEST_CALL} seconds.")
 
 
 def make_private(path: Path) -> Path:

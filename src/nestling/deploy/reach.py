@@ -18,8 +18,8 @@ PATIENCE = 10.0
 """Seconds for a connection, and again for what the other side says first."""
 _OTHER_NAME = (62, 64)
 """`X509_V_ERR_HOSTNAME_MISMATCH` and `X509_V_ERR_IP_ADDRESS_MISMATCH`."""
-_NOBODY_BEHIND = (502, 503, 504)
-"""What a proxy answers in the place of a server that is not there."""
+_NOBODY_BEHIND = (407, 502, 503, 504)
+"""What a proxy answers in the place of a server: it lets nobody through, or there is none."""
 
 
 def why_not_reached(address: str, ca: Path | None) -> str:

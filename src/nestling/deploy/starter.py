@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,16 @@ LARGEST = 1 << 20
 TAKEN = b"+"
 """What a caller is told before its process' exit code: from then on it must not become that process itself."""
 _PATIENCE = 5.0
+"""Seconds for a whole request."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A process that was forked, a descriptor that tells of its end, and who waits for it."""
+
+    pid: int
+    ended: int
+    caller: socket.socket
 
 
 def begin(folder: Path) -> bool:
@@ -36,11 +48,15 @@ def begin(folder: Path) -> bool:
     """
     if sys.platform != "linux":  # elsewhere a fork may not be used before another program is started
         return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an old kernel
+        return False
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         print("nestling: more than one thread; each message starts a process of its own", file=sys.stderr, flush=True)
         return False
     path, parent = folder / SOCKET, os.getpid()
-    path.unlink(missing_ok=True)  # of a node that was killed: this one holds the folder's lock
+    path.unlink(missing_ok=True)  # of a node that has ended: this one holds the folder's lock
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(str(path))
     listening.listen(64)
@@ -55,51 +71,55 @@ def _serve(listening: socket.socket) -> bool:
     """Until it is ended. Returns in the processes that are forked only."""
     ready = selectors.DefaultSelector()
     ready.register(listening, selectors.EVENT_READ)
-    calls: dict[int, tuple[int, socket.socket]] = {}  # of each descriptor that tells of it: a process and its caller
+    calls: set[_Call] = set()
     try:
         while True:
             for key, _ in ready.select():
                 if key.fileobj is listening:
                     if not _fork(listening, ready, calls):
                         return True
-                elif key.fd in calls:
-                    _hear(key.fd, ready, calls)
+                elif key.data in calls:  # or it has been heard of already
+                    _hear(key.fileobj, key.data, ready, calls)
     except KeyboardInterrupt:
         os._exit(0)
 
 
-def _fork(listening: socket.socket, ready: selectors.BaseSelector, calls: dict[int, tuple[int, socket.socket]]) -> bool:
+def _fork(listening: socket.socket, ready: selectors.BaseSelector, calls: set[_Call]) -> bool:
     """Take a call. False in the process that is to answer it."""
-    caller, _ = listening.accept()
     outputs, pid, own = list[int](), -1, os.getpid()
     try:
-        caller.settimeout(_PATIENCE)
+        caller, _ = listening.accept()
+    except OSError:  # it is gone already, or too many are open
+        return True
+    try:
         wanted, outputs = _request(caller)
         pid = os.fork()
         if pid:
             caller.sendall(TAKEN)
-    except (OSError, ValueError):  # no request, or no process more: the caller becomes one
+    except (OSError, ValueError, RecursionError):  # no request, or no process more: the caller becomes one
         if pid < 0:
             caller.close()
     if pid == 0:
-        for other in [key.fileobj for key in ready.get_map().values()]:
-            other.close() if isinstance(other, socket.socket) else os.close(int(other))  # type: ignore[arg-type]
+        for key in list(ready.get_map().values()):
+            os.close(key.fileobj.detach() if isinstance(key.fileobj, socket.socket) else key.fd)
+        os.close(caller.detach())
         ready.close()
-        caller.close()
         _become(wanted, outputs)
         end_with(own)  # or it would wait for hours for a node that has ended
         return False
     for output in outputs:
         os.close(output)
     if pid > 0:
-        ended = os.pidfd_open(pid)
-        for watched, descriptor in ((ended, ended), (caller, caller.fileno())):
-            ready.register(watched, selectors.EVENT_READ)
-            calls[descriptor] = (pid, caller)
+        call = _Call(pid, os.pidfd_open(pid), caller)
+        calls.add(call)
+        ready.register(call.ended, selectors.EVENT_READ, call)
+        ready.register(caller, selectors.EVENT_READ, call)
     return True
 
 
 def _request(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    until = time.monotonic() + _PATIENCE
+    caller.settimeout(_PATIENCE)
     data, outputs, _, _ = socket.recv_fds(caller, 8, 3)
     try:
         size = int.from_bytes(data, "big")
@@ -109,8 +129,9 @@ def _request(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
         while left and (part := caller.recv(left)):
             parts.append(part)
             left -= len(part)
+            caller.settimeout(max(until - time.monotonic(), 1e-3))
         wanted = json.loads(b"".join(parts))
-        if not isinstance(wanted, dict):
+        if not isinstance(wanted, dict) or set(wanted) != {"arguments", "environment", "folder"}:
             raise ValueError("is no request")
         return wanted, outputs
     except BaseException:
@@ -131,22 +152,20 @@ def _become(wanted: dict[str, Any], outputs: list[int]) -> None:
     random.seed()  # each would draw the same
 
 
-def _hear(descriptor: int, ready: selectors.BaseSelector, calls: dict[int, tuple[int, socket.socket]]) -> None:
+def _hear(of: Any, call: _Call, ready: selectors.BaseSelector, calls: set[_Call]) -> None:
     """A process has ended, of which its caller is told, or a caller, whose process is then ended."""
-    pid, caller = calls[descriptor]
-    if descriptor == caller.fileno():
+    if of is call.caller:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        ready.unregister(caller)
-        del calls[descriptor]
+            os.kill(call.pid, signal.SIGTERM)
+        ready.unregister(call.caller)
+        call.caller.close()
         return
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(OSError):
-        caller.sendall(bytes([code if code >= 0 else 128 - code]))
-    ready.unregister(descriptor)
-    os.close(descriptor)
-    del calls[descriptor]
-    if caller.fileno() in calls:
-        del calls[caller.fileno()]
-        ready.unregister(caller)
-    caller.close()
+    code = os.waitstatus_to_exitcode(os.waitpid(call.pid, 0)[1])
+    calls.discard(call)
+    ready.unregister(call.ended)
+    os.close(call.ended)
+    if call.caller.fileno() >= 0:
+        with suppress(OSError):
+            call.caller.sendall(bytes([code if code >= 0 else 128 - code]))
+        ready.unregister(call.caller)
+        call.caller.close()

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: os._exit(128 + number))
     main()

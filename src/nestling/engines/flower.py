@@ -106,9 +106,9 @@ class FlowerEngine:
         ttl: seconds after which a message expires, and its answer is not waited for any more; Flower gives each message
             to its node once, so that what is lost on the way is known by nothing else.
         poll: seconds between two looks at what has come; they grow to a twentieth of the time waited, up to 2.
-        quorum: so many of those asked have to be connected before an exchange begins.
-        wait: seconds to wait for them; 0: it begins in any case. It is the same for an exchange in the midst of which
-            all sites went away: it is begun anew when they are back, up to twice.
+        quorum: so many sites have to be connected before an exchange begins; 0: it begins in any case.
+        wait: seconds to wait for them; 0: it begins in any case. An exchange in the midst of which all that were asked
+            went away, and too few are left, is begun anew when there are enough, up to twice; bytes count it once.
         note: told what is waited for.
 
     A client that has no reply has a `Failure`, of code
@@ -164,24 +164,29 @@ class FlowerEngine:
         """Replies by client, in the order of the messages."""
         answers = dict[int, bytes | Failure]()
         for _ in range(_BEGUN_ANEW + 1):
-            if messages and self._wait:
-                self._until_there(messages)
+            self._until_there()
             answers = self._once(messages, kind)
             gone = (isinstance(answer, Failure) and answer.code in ("away", "node_lost") for answer in answers.values())
-            if not (messages and self._wait and all(gone)):
+            if not all(gone) or self._missing() == 0:
                 break
         return answers
 
-    def _until_there(self, clients: Iterable[int]) -> None:
-        """Return when enough of them have a node that is connected. Raises `RunError` if that takes too long."""
-        asked = {client: self._sites[client] for client in clients if client in self._sites}
-        until, needed = time.monotonic() + self._wait, min(self._quorum, len(asked))
-        while (there := len(self._connected().keys() & asked.values())) < needed:
+    def _missing(self) -> int:
+        """How many sites have to come back before an exchange may begin: of all, not of those that are asked, for who
+        is asked may be a secret, and a round whose only client is away for good is one that is lost."""
+        needed = min(self._quorum, len(self._sites)) if self._wait else 0
+        return max(0, needed - len(self._connected().keys() & set(self._sites.values()))) if needed else 0
+
+    def _until_there(self) -> None:
+        """Return when enough of them are connected. Raises `RunError` if that takes too long."""
+        until, needed = time.monotonic() + self._wait, min(self._quorum, len(self._sites))
+        while missing := self._missing():
+            there = needed - missing
             said = f"{there} of {needed} sites that are needed are connected"
             if time.monotonic() >= until:
                 raise RunError(
                     f"only {said}, after {self._wait:g} s",
-                    where="sites",  # not which: who was asked may be a secret
+                    where="sites",
                     remedy="'nestling keys list' says which are; then go on with the run.",
                 )
             self._note(f"waiting: {said}")

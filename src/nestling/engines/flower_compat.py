@@ -81,9 +81,15 @@ def ask(url: str, *, verify: ssl.SSLContext, patience: float) -> int | Exception
     programs use, so by way of the proxies that the environment names for them. `patience` is seconds for each step."""
     http = import_module("httpx")
     try:
-        with http.Client(verify=verify, timeout=patience) as client:
-            status: int = client.get(url).status_code
+        with http.Client(verify=verify, timeout=patience) as client, client.stream("GET", url) as answer:
+            status: int = answer.status_code  # whatever follows it is not read
             return status
+    except ImportError as error:
+        raise ContextError(
+            f"is one that Flower's client cannot use here ({error})",
+            where="the proxy that the environment names",
+            remedy="Unset ALL_PROXY, or name the server in NO_PROXY.",
+        ) from error
     except (http.HTTPError, http.InvalidURL, ValueError) as error:  # the last two: a name that cannot be one
         problem: Exception = error
         return problem
@@ -194,8 +200,8 @@ def run_super_node(told: Callable[[str], None]) -> None:
     def hear(status: int, path: str) -> None:
         nonlocal said
         activates = path.endswith("/activate-node")
-        if status == 200:
-            news = ADMITTED if activates else ""
+        if status == 200:  # whatever it asks, once it was refused: a lone refusal is one of the clocks, say
+            news = ADMITTED if activates or said == REVOKED else ""
         elif status == 401:  # its signature is no longer believed, or was not to begin with
             news = REVOKED if said else UNSIGNED
         else:

@@ -77,12 +77,13 @@ class Server:
         self._sent, self._round = state, 0
         self._moved: Vector | None = None
         """What the last broadcast differs by from that of the round before, as clients decode them."""
-        # Of a secret draw, few or no replies are a round like any other: to abandon it would tell how few were drawn.
+        # `fewest`: so many usable replies a round needs. Of a secret draw few or none are a round like any other:
+        # to abandon it would tell how few were drawn.
         self._sampling_rate = sampling_rate
-        self._asked, self._fewest = asked, config.min_replies if sampling_rate == 1 else 0
+        self._asked, self.fewest = asked, config.min_replies if sampling_rate == 1 else 0
         if config.aggregate != "mean":
             needed = fewest_replies(config.aggregate, hostile_share=config.hostile_share, asked=asked)
-            self._fewest = max(self._fewest, needed)
+            self.fewest = max(self.fewest, needed)
             if asked - config.stragglers < needed:
                 raise ConfigError(
                     f"leaves {asked - config.stragglers} replies, {config.aggregate} needs {needed} of {asked}",
@@ -187,7 +188,7 @@ class Server:
         """Bring the replies together and take the rule's step; False, and state and memory as they were, if there are
         too few of them or clients would refuse the state it leads to."""
         kept = self._charged()
-        if len(accepted) < self._fewest:
+        if len(accepted) < self.fewest:
             return False
         mean = self._together(accepted, kept)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not taken
