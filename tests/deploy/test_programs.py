@@ -504,10 +504,14 @@ def test_the_private_names_are_there() -> None:
     from importlib import import_module
 
     for module, names in (
-        ("flwr.supernode.runtime.run_clientapp", "install_from_fab get_load_client_app_fn install_app_dependencies"),
+        (
+            "flwr.supernode.runtime.run_clientapp",
+            "install_from_fab get_load_client_app_fn install_app_dependencies start_parent_process_monitor",
+        ),
         (
             "flwr.superlink.runtime.run_serverapp",
-            "run_ install_app_dependencies install_from_fab get_project_config get_fused_config_from_dir",
+            "run_ install_app_dependencies install_from_fab get_project_config get_fused_config_from_dir "
+            "start_parent_process_monitor",
         ),
         ("flwr.common.config", "get_fused_config_from_fab get_fab_config"),
         ("flwr.supercore.run", "RunNotRunningException"),

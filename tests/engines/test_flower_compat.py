@@ -2,6 +2,8 @@
 
 import io
 import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -184,3 +186,20 @@ def test_flowers_node_waits_by_the_module_that_is_replaced() -> None:
     assert {line.strip() for line in source.splitlines() if "time." in line and "total time" not in line} == {
         "time.sleep(3)", "time.sleep(0.5)",
     }  # fmt: skip
+
+
+def test_a_main_thread_that_waits_for_others_notices_that_its_parent_has_ended() -> None:
+    """As one does that pushes or pulls objects, by Flower's own threads, from a server that is gone."""
+    program = """
+import subprocess, sys, threading
+from nestling.engines.flower_compat import end_with
+parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+end_with(parent.pid)
+threading.Timer(0.5, lambda: (parent.communicate(b"\\\\n"), parent.wait())).start()
+try:
+    threading.Event().wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "interrupted\n", done.stderr

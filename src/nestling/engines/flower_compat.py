@@ -8,6 +8,7 @@ left out: the guards below are what keeps bundles from bringing code.
 import os
 import signal
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
@@ -73,6 +74,7 @@ def run_client_task(load: Callable[[], Callable[..., Any]]) -> None:
     _replace(where, "install_from_fab", lambda *_, **__: None)
     _replace(where, "get_load_client_app_fn", lambda **_: lambda *__: load())
     _replace(where, "install_app_dependencies", _refuse)
+    _replace(where, "start_parent_process_monitor", end_with)
     import_module("flwr.supernode.cli.flwr_clientapp").flwr_clientapp()
 
 
@@ -133,7 +135,26 @@ def run_server_task(load: Callable[[], Callable[..., Any]]) -> None:
     _replace(where, "get_fused_config_from_dir", settings)
     _replace(where, "run_", run)
     _replace(where, "install_app_dependencies", _refuse)
+    _replace(where, "start_parent_process_monitor", end_with)
     import_module("flwr.superlink.cli.flwr_serverapp").flwr_serverapp()
+
+
+def end_with(parent: int) -> None:
+    """Interrupt the main thread when that process has ended. Flower's own monitor raises the signal in a thread of its
+    own, which a main thread that waits for others never notices: it would hold a run's lock for ever."""
+    main = threading.main_thread().ident
+
+    def watch() -> None:
+        while True:
+            time.sleep(0.2)
+            try:
+                os.kill(parent, 0)
+            except OSError:
+                if main is not None:
+                    signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
