@@ -51,6 +51,7 @@ def test_the_runs_number_is_shown_and_with_it_the_run_is_stopped(
 @pytest.mark.parametrize(
     "line",
     [
+        ["--follow", "5"],
         ["--stop=5"],
         ["--server", "127.0.0.1:1", "--stop", "5"],
         ["--resume=x"],
@@ -93,6 +94,41 @@ BEGUN = b"Successfully started run 7"
 
 NAMED, WAITS = f"{FOLDER}flite--7".encode(), f"{LINE}waiting for the sites".encode()
 RESUME = "'nestling submit --resume flite--7 …' goes on with it"
+
+
+@pytest.mark.parametrize("name", ["--stop", "--follow"])
+def test_what_is_no_number_is_told(name: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+    assert main(["submit", name, "flite--7", "--server", "127.0.0.1:1", "--insecure"]) == 2
+    assert f"{name}: 'flite--7' is no number of a run" in capsys.readouterr().err
+
+
+def test_a_run_is_followed_from_its_beginning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # fmt: skip
+    programs = pytest.importorskip("nestling.deploy.programs")
+    monkeypatch.setattr("nestling.deploy.reach.check_reached", lambda address, ca: None)
+    result = to_json(finished()[1].to_dict())
+    asked: list[list[str]] = []
+
+    class Log:
+        def __init__(self, *lines: str) -> None:
+            self.stdout = iter(f"{line}\n".encode() for line in lines)
+
+        def terminate(self) -> None: ...
+        def wait(self) -> None: ...
+
+    logs = [Log("INFO : Starting logstream", NAMED.decode(), f"{LINE}round=1/2", RESULT + result), Log(NAMED.decode())]
+    monkeypatch.setattr(programs, "follow", lambda folder, args: asked.append(args) or logs.pop(0))
+    monkeypatch.setattr(
+        programs, "flwr", lambda *_: to_json({"success": True, "runs": [{"status": "finished:stopped"}]})
+    )
+    follow = ["submit", "--follow", "7", "--server", "127.0.0.1:1", "--insecure"]
+    assert main(follow) == 0
+    assert asked == [["log", "7", "nestling", "--stream"]]
+    assert "round=1/2" in capsys.readouterr().out
+    assert main(follow) == 7
+    assert f"run 7: was stopped. {RESUME}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,17 @@ def test_a_run_goes_on_to_the_bit_after_another_one_with_its_data_and_its_folder
         run_over(nodes, fed, {"resume": folder.name})
 
 
+def test_the_last_runs_are_named_where_one_is_gone_on_with_that_is_none(tmp_path: Path) -> None:
+    fed = server(tmp_path)
+    with pytest.raises(ConfigError, match=r"nope: is no run of this server\. The last that it has: none\.$"):
+        run_over(Nodes(tmp_path, 0), fed, {"resume": "../nope"})
+    for name in ("a", "b"):
+        (fed / "runs" / name).mkdir(parents=True)
+        (fed / "runs" / name / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"has: a, b\."):
+        run_over(Nodes(tmp_path, 0), fed, {"resume": "nope"})
+
+
 def test_a_run_without_settings_is_no_run_by_the_defaults(tmp_path: Path) -> None:
     for given in ({}, {"config": " \n"}):
         with pytest.raises(ConfigError, match="is empty"):

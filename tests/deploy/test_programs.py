@@ -45,7 +45,7 @@ def test_a_name_that_begins_like_the_loopback_is_not_it() -> None:
         programs.check_secure("127.evil.example", insecure=True)
 
 
-@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "https://host:1"])
 def test_an_address_without_host_or_port_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         programs.split_address(address)
@@ -212,7 +212,7 @@ def test_a_server_is_told_where_it_is_and_what_is_its_own(
 ) -> None:
     started: list[Any] = []
 
-    def run(line: list[str], environment: dict[str, str], keep: list[int]) -> int:
+    def run(line: list[str], environment: dict[str, str], keep: list[int], **more: object) -> int:
         started.append((line, environment))
         return 0
 
@@ -234,7 +234,7 @@ def test_a_second_server_in_a_folder_changes_nothing_there(
 ) -> None:
     fed, second = tmp_path / "fed", list[int]()
 
-    def runs(line: object, environment: object, keep: object) -> int:
+    def runs(line: object, environment: object, keep: object, **more: object) -> int:
         if not second:
             second.append(main(["serve", "--dir", str(fed), "--port", "1", "--wait", "7"]))
         return 0
@@ -254,7 +254,7 @@ def test_the_server_of_a_serve_that_was_killed_is_waited_for(
     """It holds a lock of the folder by itself, as long as it ends its runs; two would share one database."""
     fed, left = tmp_path / "fed", list[Any]()
 
-    def killed(line: object, environment: object, keep: list[int]) -> int:
+    def killed(line: object, environment: object, keep: list[int], **more: object) -> int:
         left.append(start([sys.executable, "-c", "import time; time.sleep(60)"], keep=keep))
         return 0
 
@@ -333,7 +333,7 @@ def test_what_is_no_port_is_told(number: str, tmp_path: Path, capsys: pytest.Cap
 def test_how_a_program_of_flowers_ends_is_never_called_a_bug_of_ours(
     code: int, ours: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "run_until_ended", lambda line, environment, keep: code)
+    monkeypatch.setattr(programs, "run_until_ended", lambda *_, **__: code)
     assert main(["serve", "--dir", str(tmp_path / "fed"), "--port", str(port)]) == ours
 
 
@@ -473,6 +473,16 @@ def test_a_node_of_ours_looks_for_messages_by_waits_of_ours(monkeypatch: pytest.
     monkeypatch.setattr(import_module("flwr.supernode.cli.flower_supernode"), "flower_supernode", node)
     compat.run_super_node(lambda news: None)
     assert 0.1 <= slept[0] < 2
+
+
+def test_it_is_told_once_when_what_was_started_is_up(capsys: pytest.CaptureFixture) -> None:
+    looks, told = iter([False, False, True]), list[str]()
+    line = [sys.executable, "-c", "import time; time.sleep(1.2)"]
+    code = programs.run_until_ended(line, os.environ, is_up=lambda: next(looks), told=lambda: told.append("up"))
+    assert (code, told, list(looks)) == (0, ["up"], [])
+    line = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    assert programs.run_until_ended(line, os.environ, is_up=lambda: False, told=lambda: told.append("no")) == 3
+    assert told == ["up"]
 
 
 def test_what_flower_runs_holds_the_lock_that_is_kept_for_it(tmp_path: Path) -> None:

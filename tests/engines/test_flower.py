@@ -303,7 +303,15 @@ def test_an_exchange_begins_once_enough_sites_are_there(monkeypatch: pytest.Monk
     replies = engine.exchange(MESSAGES)
     assert {c: r for c, r in replies.items() if c in (7, 3)} == good((7, 3))
     assert [replies[c].code for c in (9, 1)] == ["away", "away"]
-    assert said == ["waiting: 1 of 2 sites that are needed are connected"] * 2
+    waits = ["waiting, 60 s at most: 1 of 2 sites that are needed are connected"] * 2
+    assert said == [
+        *waits,
+        "client 1 is away: its site is not connected",
+        "client 9 is away: its site is not connected",
+    ]
+    grid.offline = {90}
+    engine.exchange(MESSAGES)
+    assert said[4:] == ["client 1 is back"]
     assert engine.exchange({7: MESSAGES[7]}) == good([7])
 
 
@@ -328,7 +336,8 @@ def test_a_secret_draw_waits_for_nobody_and_one_that_is_away_for_good_ends_no_ru
         assert engine.exchange({1: MESSAGES[1]})[1].code == "away"
     grid.offline = set(SITES.values())
     assert FlowerEngine(grid, SITES, quorum=0, wait=60.0).exchange({1: MESSAGES[1]})[1].code == "away"
-    assert (said, grid.pushed) == ([], [])
+    assert grid.pushed == []
+    assert said == ["client 1 is away: its site is not connected"] * 3  # as it is, whoever was drawn
 
 
 def test_an_exchange_in_whose_midst_all_went_away_is_begun_anew_when_one_is_back(

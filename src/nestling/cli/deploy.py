@@ -72,7 +72,7 @@ ENDING = 60.0
 
 
 def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str], held: int) -> int:
-    from nestling.deploy import programs
+    from nestling.deploy import programs, reach
     from nestling.deploy.folder import FedSettings, write_settings
 
     programs.write_programs(fed)
@@ -97,13 +97,21 @@ def _serve(c: ServeCommand, fed: Path, host: str, allowed: list[str], held: int)
     environment = programs.environment(fed, {"NESTLING_FED": str(fed), "HF_HUB_OFFLINE": "1"})
     programs.write_connection(fed / "flower", server=here, ca=ca / "ca.crt" if ca else None)
     line = programs.super_link(fed, host=host, port=c.port, certificates=ca, control=allowed)
-    print(f"nestling: serving at {programs.join_address(host, c.port)} from {fed}")
-    if ca:
-        print(
-            f"nestling: sites need {ca / 'ca.crt'}, and their keys: nestling keys add SITE.pub --client N --dir {c.dir}"
-        )
-    sys.stdout.flush()
-    return _of_flower(programs.run_until_ended(line, environment, keep=[held]), "flower-superlink")
+
+    def is_up() -> bool:
+        try:
+            return not reach.why_not_reached(here, ca / "ca.crt" if ca else None)
+        except RemoteError:  # half up
+            return False
+
+    def told() -> None:
+        print(f"nestling: serving at {programs.join_address(host, c.port)} from {fed}", flush=True)
+        if ca:
+            add = f"nestling keys add SITE.pub --client N --dir {c.dir}"
+            print(f"nestling: sites need {ca / 'ca.crt'}, and their keys: {add}", flush=True)
+
+    code = programs.run_until_ended(line, environment, [held], is_up=is_up, told=told)
+    return _of_flower(code, "flower-superlink")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -231,7 +239,7 @@ def _credentials(ca: str, key: str, *, insecure: bool) -> tuple[Path | None, Pat
             raise ConfigError(
                 f"{given!r} is no file" if given else "is missing",
                 where=where,
-                remedy="ca.crt is the server's; 'nestling keys new' makes a key.",
+                remedy="Give the server's ca.crt." if where == "--ca" else "'nestling keys new' makes one.",
             )
     check_private(Path(key))
     return Path(ca).resolve(), Path(key).resolve()

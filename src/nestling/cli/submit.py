@@ -21,6 +21,7 @@ _STARTED = re.compile(r"Successfully started run (\d+)")
 _USAGE = """usage: nestling submit CONFIG [SETTINGS] --server HOST:PORT --ca ca.crt
        nestling submit --resume FOLDER    --server HOST:PORT --ca ca.crt
        nestling submit --stop NUMBER      --server HOST:PORT --ca ca.crt
+       nestling submit --follow NUMBER    --server HOST:PORT --ca ca.crt
 
 CONFIG     a TOML file, or a preset's name; 'nestling submit flite-digits --help' lists all settings
 FOLDER     the name of a run's folder at the server, shown once all sites are there
@@ -62,24 +63,43 @@ class ResumeThere:
 class StopThere:
     """End a run on the server; its last finished round is kept, and --resume goes on from there."""
 
-    stop: int
+    stop: str
     """The run's number, which 'nestling submit' shows first."""
     server: str = ""
     ca: str = ""
     insecure: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class FollowThere:
+    """Show a run of the server's again, from its beginning until it ends."""
+
+    follow: str
+    """The run's number, which 'nestling submit' shows first."""
+    server: str = ""
+    ca: str = ""
+    insecure: bool = False
+    json: bool = False
+
+
+THERE: dict[str, type[ResumeThere | StopThere | FollowThere]] = {
+    "--resume": ResumeThere,
+    "--stop": StopThere,
+    "--follow": FollowThere,
+}
+"""What may be asked for in the place of a config."""
+
+
 def submit(args: Sequence[str]) -> int:
-    """`nestling submit CONFIG …`, `--resume RUN …` or `--stop NUMBER …`; returns the exit code of the run."""
-    command: SubmitCommand | ResumeThere | StopThere
+    """`nestling submit CONFIG …`, `--resume RUN …`, `--stop NUMBER …` or `--follow NUMBER …`; returns the exit code of
+    the run."""
+    command: SubmitCommand | ResumeThere | StopThere | FollowThere
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if args else 2
-    asked = {arg.partition("=")[0] for arg in args}
-    if "--resume" in asked:
-        command = tyro.cli(tyro.conf.FlagCreatePairsOff[ResumeThere], args=list(args), prog="nestling submit")
-    elif "--stop" in asked:
-        command = tyro.cli(tyro.conf.FlagCreatePairsOff[StopThere], args=list(args), prog="nestling submit")
+    asked = [arg.partition("=")[0] for arg in args]
+    if there := next((THERE[arg] for arg in asked if arg in THERE), None):
+        command = tyro.cli(tyro.conf.FlagCreatePairsOff[there], args=list(args), prog="nestling submit")
     else:
         command = read_command(SubmitCommand, args, verb="submit")
     from nestling.deploy import bundle, programs, reach
@@ -92,7 +112,9 @@ def submit(args: Sequence[str]) -> int:
         raise ConfigError("is missing", where="--server", remedy="Give HOST:PORT of 'nestling serve'.")
     programs.check_secure(programs.split_address(command.server)[0], insecure=command.insecure)
     if not command.insecure and not Path(command.ca).is_file():
-        raise ConfigError(f"{command.ca!r} is no file", where="--ca", remedy="Give the server's ca.crt.")
+        what = f"{command.ca!r} is no file" if command.ca else "is missing"
+        raise ConfigError(what, where="--ca", remedy="Give the server's ca.crt.")
+    number = _number(command)
     ca = None if command.insecure else Path(command.ca).resolve()
     reach.check_reached(command.server, ca)
     with tempfile.TemporaryDirectory(prefix="nestling-") as folder:
@@ -100,9 +122,9 @@ def submit(args: Sequence[str]) -> int:
         programs.environment(here, {})  # makes Flower's home
         programs.write_connection(here / "flower", server=command.server, ca=ca)
         if isinstance(command, StopThere):
-            said = programs.flwr(here, ["stop", str(command.stop), "nestling", "--format", "json"])
+            said = programs.flwr(here, ["stop", number, "nestling", "--format", "json"])
             answer(said, remedy="Give the number of a run that has not ended: 'nestling submit' shows it first.")
-            print(f"nestling: run {command.stop} is stopped")
+            print(f"nestling: run {number} is stopped")
             return 0
 
         def ended(number: str) -> str:
@@ -115,15 +137,19 @@ def submit(args: Sequence[str]) -> int:
                 return ""
 
         resumed = command.resume if isinstance(command, ResumeThere) else ""
-        bundle.write_bundle(here / "run", None if resumed else command.config, resume=resumed)  # type: ignore[union-attr]
-        process = programs.follow(here, ["run", str(here / "run"), "nestling", "--stream"])
+        if isinstance(command, FollowThere):
+            process = programs.follow(here, ["log", number, "nestling", "--stream"])
+        else:
+            bundle.write_bundle(here / "run", None if resumed else command.config, resume=resumed)  # type: ignore[union-attr]
+            process = programs.follow(here, ["run", str(here / "run"), "nestling", "--stream"])
         assert process.stdout is not None
-        if not resumed and command.config.machine.references:  # type: ignore[union-attr]
+        if isinstance(command, SubmitCommand) and command.config.machine.references:
             print("nestling: no rows of reference: nobody has the data of all sites", file=sys.stderr)
         try:
-            result = followed(process.stdout, to_stderr=command.json, folder=resumed, ended=ended)
+            result = followed(process.stdout, to_stderr=command.json, folder=resumed, ended=ended, begun=number)
         except KeyboardInterrupt:
-            print("nestling: the run goes on at the server; 'nestling submit --stop' ends it", file=sys.stderr)
+            what = "'nestling submit --follow NUMBER …' shows it again, --stop ends it"
+            print(f"nestling: the run goes on at the server; {what}", file=sys.stderr)
             raise
         finally:
             process.terminate()
@@ -132,8 +158,28 @@ def submit(args: Sequence[str]) -> int:
     return 0
 
 
+def _number(command: object) -> str:
+    """That of the run that is meant; empty for a new one."""
+    for name in ("stop", "follow"):
+        number = getattr(command, name, None)
+        if number is not None:
+            if not number.isascii() or not number.isdigit():
+                raise ConfigError(
+                    f"{number!r} is no number of a run",
+                    where=f"--{name}",
+                    remedy="Give the number that 'nestling submit' shows first; --resume alone takes a folder's name.",
+                )
+            return str(number)
+    return ""
+
+
 def followed(
-    lines: Iterable[bytes], *, to_stderr: bool, folder: str = "", ended: Callable[[str], str] = lambda number: ""
+    lines: Iterable[bytes],
+    *,
+    to_stderr: bool,
+    folder: str = "",
+    ended: Callable[[str], str] = lambda number: "",
+    begun: str = "",
 ) -> Result:
     """Show what a run says of itself until it has ended; returns its result.
 
@@ -142,13 +188,14 @@ def followed(
         to_stderr: where to show it.
         folder: that of a run gone on with.
         ended: how the run of a number did, as the server says when its log has ended; empty if it says nothing.
+        begun: the run's number, if it was begun before.
 
     Raises `RunError`, with the exit code that the run would have had here, if it failed, and if it was stopped;
     `RemoteError` if this machine may not submit, or if the server has gone.
     """
     from nestling.deploy.said import ERROR, FOLDER, LINE, RESULT, plain, uncoloured
 
-    stream, last, begun, named = sys.stderr if to_stderr else sys.stdout, "", "", False
+    stream, last, named = sys.stderr if to_stderr else sys.stdout, "", False
     for raw in lines:
         line = uncoloured(raw.decode("utf-8", "replace"))
         if line.startswith(RESULT):

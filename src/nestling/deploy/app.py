@@ -226,9 +226,9 @@ def _folder_to_resume(fed: Path, name: str) -> Path | None:
         return None
     folder = fed / "runs" / Path(name).name
     if not (folder / "config.toml").is_file():
-        raise ConfigError(
-            "is no run of this server", where=printable(name), remedy=f"See 'nestling ls {fed / 'runs'}'."
-        )
+        newest = sorted((path.parent.stat().st_mtime, path.parent.name) for path in fed.glob("runs/*/config.toml"))[-3:]
+        names = ", ".join(name for _, name in newest) or "none"
+        raise ConfigError("is no run of this server", where=printable(name), remedy=f"The last that it has: {names}.")
     return folder
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +73,7 @@ def split_address(address: str) -> tuple[str, int]:
     ('::1', 8443)
     """
     host, _, port = address.rpartition(":")
-    if not host.strip("[]") or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host.strip("[]") or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is no HOST:PORT", where="--server", remedy="Give server.example.org:8443.")
     return host.strip("[]"), int(port)
 
@@ -210,14 +210,31 @@ def follow(folder: Path, args: Sequence[str]) -> "subprocess.Popen[bytes]":
     return start([_program("flwr"), *args], environment=plain, output=subprocess.PIPE)
 
 
-def run_until_ended(line: Sequence[str], environment: Mapping[str, str], keep: Sequence[int] = ()) -> int:
-    """Run a program of Flower's, which inherits the descriptors in `keep`, and pass on Ctrl-C, SIGTERM and SIGHUP;
-    returns its exit code."""
+def run_until_ended(
+    line: Sequence[str],
+    environment: Mapping[str, str],
+    keep: Sequence[int] = (),
+    *,
+    is_up: Callable[[], bool] = lambda: True,
+    told: Callable[[], object] = lambda: None,
+) -> int:
+    """Run a program of Flower's and pass on Ctrl-C, SIGTERM and SIGHUP; returns its exit code.
+
+    Args:
+        line, environment: what to run.
+        keep: descriptors that it inherits.
+        is_up: asked now and then, until it is.
+        told: called then.
+    """
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGHUP, signal.default_int_handler)
     process = start(line, environment=environment, with_parent=True, keep=keep)
     try:
+        while not is_up():
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(0.3)
+        told()
         return process.wait()
     except KeyboardInterrupt:
         with suppress(OSError):

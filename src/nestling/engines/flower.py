@@ -109,7 +109,7 @@ class FlowerEngine:
         quorum: so many sites have to be connected before an exchange begins; 0: it begins in any case.
         wait: seconds to wait for them; 0: it begins in any case. An exchange in the midst of which all that were asked
             went away, and too few are left, is begun anew when there are enough, up to twice; bytes count it once.
-        note: told what is waited for.
+        note: told what is waited for, and which clients' sites have gone or come back.
 
     A client that has no reply has a `Failure`, of code
 
@@ -150,6 +150,7 @@ class FlowerEngine:
         self._grid, self._sites = grid, dict(sites)
         self._deadline, self._stragglers, self._ttl, self._poll = deadline, stragglers, ttl, poll
         self._quorum, self._wait, self._note = quorum, wait, note
+        self._away = set[int]()
         self._owed: dict[str, int] = {}
         """Messages of earlier exchanges that have no answer yet, and their clients."""
         self._since: dict[int, str] = {}
@@ -189,12 +190,13 @@ class FlowerEngine:
                     where="sites",
                     remedy="'nestling keys list' says which are; then go on with the run.",
                 )
-            self._note(f"waiting: {said}")
+            self._note(f"waiting, {self._wait:g} s at most: {said}")
             time.sleep(min(1.0, self._wait))
 
     def _once(self, messages: Mapping[int, bytes], kind: str) -> dict[int, bytes | Failure]:
         asked, began = _Asked(), time.monotonic()
         online, seen = self._connected(), began
+        self._tell_who_is_away({client for client, node in self._sites.items() if node not in online})
         waiting = dict(messages)
         for client in messages:
             if client not in self._sites:
@@ -237,6 +239,13 @@ class FlowerEngine:
                 "busy", f"client {client} still owes the answer to an earlier message", sent=False
             )
         return {client: asked.answers[client] for client in messages}
+
+    def _tell_who_is_away(self, away: set[int]) -> None:
+        for client in sorted(away - self._away):
+            self._note(f"client {client} is away: its site is not connected")
+        for client in sorted(self._away - away):
+            self._note(f"client {client} is back")
+        self._away = away
 
     def _connected(self) -> dict[int, str]:
         """The nodes that are there, and since when."""
