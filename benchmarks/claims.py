@@ -174,9 +174,9 @@ def beside_full() -> tuple[str, str]:
 
 
 def beside_local() -> tuple[str, str]:
-    of = result("needle_smollm2_short")
+    of = result("needle_smollm2_product")
     found = [paired_difference(hits(of), hits(of, row)) for row in ("local only", "centralised")]
-    text = f"exact {points(*found[0])} against local only, {points(*found[1])} against centralised (two clients)"
+    text = f"exact {points(*found[0])} against local only, {points(*found[1])} against centralised (seven clients)"
     return text, verdict(*found[0][1:], above=0)
 
 

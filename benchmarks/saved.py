@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,14 @@ def read(name: str, command: str = "") -> Any:
 
 
 def result(name: str) -> Result:
-    """The one run in a file."""
-    return Result.from_dict(read(name))
+    """The one run in a file; with the rows of reference that were trained in another, over the same items."""
+    of, more = Result.from_dict(read(name)), f"{name}_references"
+    if not (FOLDER / f"{more}.json").exists():
+        return of
+    recalls = dict(of.recalls) | read(more)["recalls"]
+    asked = [[client["items"] for client in clients] for clients in recalls.values()]
+    assert all(items == asked[0] for items in asked), f"{more}: other items than {name}"
+    return replace(of, recalls=recalls)
 
 
 def lines(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False) -> str:
