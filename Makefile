@@ -12,7 +12,7 @@ help:
 	@echo "make demo     FLITE beside FedAvg on eight clients, two to six minutes after installation"
 	@echo "make memory   FedNL on a real language model, two clients, minutes"
 	@echo "make test     lint, types, imports and the whole test suite"
-	@echo "make test-flower  a real federation over Flower on this machine, minutes"
+	@echo "make test-flower  federations over Flower on this machine, with killed processes and cut off hosts, minutes"
 	@echo "make test-gpu on a machine with a CUDA device: kernels, short runs, and a table of throughput"
 	@echo "make test-eval  what needs lm-evaluation-harness, minutes"
 	@echo "make lint     lint, types and imports only"
@@ -33,13 +33,16 @@ memory: .venv/ready
 	$(BIN)/nestling fetch smollm2-135m
 	$(BIN)/nestling run needle-smollm2-short
 
-test: lint
+.venv/flower: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[flower]'
+	@touch $@
+
+test: lint .venv/flower
 	$(BIN)/nestling fetch smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'flower and not faults' tests/test_federation_over_flower.py
 
-test-flower: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[flower]'
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines/test_flower.py tests/deploy src/nestling/engines src/nestling/deploy
+test-flower: .venv/flower
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m flower tests/test_federation_over_flower.py tests/test_federation_on_hosts.py
 
 test-gpu: .venv/ready

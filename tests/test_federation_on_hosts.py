@@ -21,7 +21,7 @@ pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
 
 from nestling.runs.recorder import read_result, read_rows
 
-pytestmark = pytest.mark.flower
+pytestmark = [pytest.mark.flower, pytest.mark.faults]
 
 SERVER = "fed.example.org"
 HOSTS = {

@@ -1,7 +1,7 @@
 """A real federation on the loopback: a server with TLS and registered keys, three sites, and what can happen to them.
 
-Each command is one that a user types. It takes minutes, for Flower starts a process for every message, so it is not
-part of `make test`: `make test-flower` runs it.
+Each command is one that a user types. `make test` runs those in which all goes well or something is refused, and `make
+test-flower` those in which processes are killed (`faults`), which take minutes, too.
 """
 
 import signal
@@ -126,6 +126,7 @@ def test_no_code_of_a_bundle_is_run_anywhere(federation: Federation) -> None:
 KEEPS = '[codec]\nkind = "topk"\nshare = 0.2\nfeedback = true\n\n[server]\nrule = "nesterov"\nlr = 0.7\n'
 
 
+@pytest.mark.faults
 def test_cat_054_a_server_killed_in_mid_run_and_started_again_goes_on_to_the_same_bits(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_cat_054_a_server_killed_in_mid_run_and_started_again_goes_on_to_the_sam
     assert (folder / "bytes.jsonl").read_text() == (Path(here.run_dir) / "bytes.jsonl").read_text()
 
 
+@pytest.mark.faults
 def test_a_site_that_is_killed_costs_its_own_replies_and_the_run_goes_on(federation: Federation) -> None:
     submitted = federation.submit("long", "long.toml")
     until(lambda: "round=1/6" in federation.log("long"), "the first round does not end")
@@ -166,6 +168,7 @@ def test_a_site_that_is_killed_costs_its_own_replies_and_the_run_goes_on(federat
     assert set(read_result(runs(federation)[-1]).rejected) <= {"away", "node_lost", "late", "busy", "client_error"}
 
 
+@pytest.mark.faults
 def test_a_key_that_is_revoked_in_mid_run_is_refused_from_then_on_and_the_run_goes_on(federation: Federation) -> None:
     """First the site that was killed comes back, which the server lets it once it has missed two of its heartbeats."""
     begun = federation.log("site2").count("SuperNode ID")
