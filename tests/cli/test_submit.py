@@ -106,7 +106,9 @@ def test_what_is_no_number_is_told(name: str, capsys: pytest.CaptureFixture) -> 
 def test_a_run_is_followed_from_its_beginning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:  # fmt: skip
-    programs = pytest.importorskip("nestling.deploy.programs")
+    pytest.importorskip("flwr", reason="needs the extra nestling[flower]")
+    from nestling.deploy import programs
+
     monkeypatch.setattr("nestling.deploy.reach.check_reached", lambda address, ca: None)
     result = to_json(finished()[1].to_dict())
     asked: list[list[str]] = []

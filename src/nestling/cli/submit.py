@@ -99,7 +99,7 @@ def submit(args: Sequence[str]) -> int:
         return 0 if args else 2
     asked = [arg.partition("=")[0] for arg in args]
     if there := next((THERE[arg] for arg in asked if arg in THERE), None):
-        command = tyro.cli(tyro.conf.FlagCreatePairsOff[there], args=list(args), prog="nestling submit")
+        command = tyro.cli(there, args=list(args), prog="nestling submit", config=(tyro.conf.FlagCreatePairsOff,))
     else:
         command = read_command(SubmitCommand, args, verb="submit")
     from nestling.deploy import bundle, programs, reach
