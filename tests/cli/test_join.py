@@ -18,7 +18,7 @@ def test_a_second_join_in_a_folder_changes_nothing_there(
 ) -> None:
     killed, second = list[Path](), list[int]()
 
-    def runs(line: object, environment: object) -> int:
+    def runs(line: object, environment: object, **more: object) -> int:
         if not second:
             second.append(main([*LINE, "2", "--new-base"]))
         return 0

@@ -191,11 +191,12 @@ def test_flowers_node_waits_by_the_module_that_is_replaced() -> None:
 def test_a_main_thread_that_waits_for_others_notices_that_its_parent_has_ended() -> None:
     """As one does that pushes or pulls objects, by Flower's own threads, from a server that is gone."""
     program = """
-import subprocess, sys, threading
+import signal, subprocess, sys, threading
 from nestling.engines.flower_compat import end_with
-parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was for who has started the tests
+parent = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 end_with(parent.pid)
-threading.Timer(0.5, lambda: (parent.communicate(b"\\\\n"), parent.wait())).start()
+threading.Timer(0.5, parent.communicate).start()
 try:
     threading.Event().wait()
 except KeyboardInterrupt:

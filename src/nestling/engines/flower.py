@@ -52,7 +52,7 @@ def to_refusal(failure: Failure) -> RecordDict:
     """What a client sends that has no bytes to send.
 
     >>> from_record(to_refusal(Failure("no_data", "has no training items")))
-    Failure(code='no_data', detail='has no training items', trace='')
+    Failure(code='no_data', detail='has no training items', trace='', sent=True)
     """
     return RecordDict({RECORD: ConfigRecord({CODE: failure.code, DETAIL: failure.detail[:_LONGEST_DETAIL]})})
 
