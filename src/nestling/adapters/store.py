@@ -166,7 +166,9 @@ def _shape(model: nn.Module) -> Any:
 def _read_about(path: Path) -> dict[str, Any]:
     if not isfile(path):
         raise ContextError(
-            "is missing: this is not an adapter's folder", where=str(path), remedy="Give the folder of save_pretrained."
+            "is missing: this is not an adapter's folder",
+            where=str(path),
+            remedy="Give the folder of save_pretrained; a run whose clients keep parts (share = gates) has none.",
         )
     try:
         about = json.loads(path.read_text("utf-8")) if path.stat().st_size < (16 << 20) else None
