@@ -21,6 +21,7 @@ from typing import Any
 
 import flower_language
 import flower_rounds
+import privacy
 from claims import claims_table
 from pareto import row_of
 from planned_tables import bytes_of_shapes, papers_fednl, papers_flite
@@ -280,8 +281,8 @@ def generating(name: str) -> str:
     return lines(head, rows)
 
 
-def over_flower(module: Any) -> str:
-    """The table that a benchmark over Flower prints."""
+def printed(module: Any) -> str:
+    """The table that a benchmark prints."""
     name = module.RESULTS.stem
     return module.table(read(name, f"python benchmarks/{name}.py --json")) + "\n"
 
@@ -297,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablations": ablations,
     "quantisers": quantisers,
     "hostile": hostile,
+    "privacy": lambda: printed(privacy),
     "needle-short": lambda: recalls(
         "needle_smollm2_short",
         more=[(LORA, "needle_smollm2_lora_short")],
@@ -312,8 +314,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream-memory": lambda: stream_memory("streaming_memory"),
     "speed": lambda: speed("language"),
     "generating": lambda: generating("language"),
-    "flower-rounds": lambda: over_flower(flower_rounds),
-    "flower-language": lambda: over_flower(flower_language),
+    "flower-rounds": lambda: printed(flower_rounds),
+    "flower-language": lambda: printed(flower_language),
     "shapes": bytes_of_shapes,
     "papers-flite": papers_flite,
     "papers-fednl": papers_fednl,

@@ -1,6 +1,6 @@
 """Accuracy against ε: what client-level noise costs latents and all weights, at one cohort and one rule for the clip.
 
-    python benchmarks/privacy.py [--only PATTERN …] [--seeds 3 4 5] [--json]
+    python benchmarks/privacy.py [--only PATTERN …] [--noises 1e-5 0.5 4] [--seeds 3 4 5] [--json]
 
 1,000 clients hold four MNIST digits each (4,000, shared out equally). A round asks each with probability 1/5, in
 secret, 200 on average, and a client takes one step on its items; 20 rounds from the base of the other tables. ε is at
@@ -95,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4, 5])
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of methods, as of a shell")
+    parser.add_argument("--noises", type=float, nargs="+", default=NOISES, help="standard deviations, in clips")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--lengths", action="store_true", help="measure the lengths of first changes, and no more")
     parser.add_argument("--json", action="store_true", help=f"also write {RESULTS.name} and the figure")
@@ -105,7 +106,7 @@ def main() -> None:
             print(f"{method.label}: {', '.join(f'{r:g}: {first_length(method, r):.4g}' for r in method.rates)} a rate")
         return
     cells = Cells(options.out / "privacy.jsonl", runs=options.out / "privacy")
-    points = [judged(cells, method, noise, options.seeds) for method in methods for noise in NOISES]
+    points = [judged(cells, method, noise, options.seeds) for method in methods for noise in options.noises]
     print(to_markdown(points))
     if options.json:
         saved = [
@@ -214,7 +215,7 @@ def draw(points: list[Point]) -> None:
         figure = Figure(figsize=(7.5, 4.6), layout="constrained")
         axes = FigureCanvasAgg(figure).figure.add_subplot()
         axes.set(xscale="log", xlabel="ε at δ = 1e-5 (left: more private)", ylabel="accuracy on test items, %")
-        for method in dict.fromkeys(p.method for p in points):
+        for method in (m for m in METHODS if any(p.method is m for p in points)):
             colour, own = colours[method.label], [p for p in points if p.method is method]
             noised = sorted((p for p in own if p.noise != CLIPPED), key=lambda p: p.epsilon)
             heights = [100 * p.accuracy for p in noised]
